@@ -1,2 +1,2 @@
-"""Controls of the step: they see the reduced gradient before clipping, and may change it,
-skip it or scale its step."""
+"""Controls of the step. A control receives the reduced gradient before clipping, and may change the
+gradient, skip the step or scale it."""

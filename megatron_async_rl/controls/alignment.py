@@ -1,59 +1,114 @@
-"""How the gradient of a step lines up with the one before it, and which of GAC's regimes that is
-(arXiv 2603.01501).
+"""Alignment of a step's gradient with that of the step before, and GAC's regime that follows from
+it (arXiv 2603.01501).
 
 With g the reduced gradient before clipping, u the direction of the reference, and c = <g, u> / |g|:
 
     c <= c_low            keep                  (every negative c too: one-sided)
     c_low < c <= c_high   project
     c > c_high            skip                  after max_consecutive_skips of them, project instead
-    not yet calibrated    keep                  (`calibrate`: see calibration.py)
+    not yet calibrated    keep                  (`calibrate`: see CosineCalibration)
 
 If c is 1 within rounding, the remainder of g orthogonal to u is rounding, too: the projection is
 then to zero whatever the target, which a metric reports. An anomalous gradient (policy/anomaly.py)
-is left as it is and never becomes the reference.
+is not changed and never becomes the reference.
 
 The reference is the raw gradient of the previous step, also after a skip, or (`reference: applied`)
 the last gradient that was applied; it is dropped after a gradient that is not finite. It is stored
 with `reference_dtype` and `reference_offload`, and c is the cosine with the stored reference:
 reference.py bounds the difference.
 
-What follows from the regime is the control's own: GAC projects, its null baseline only shortens.
-One all-reduce per step, of three scalars (of one while there is no reference), and two sweeps over
-gradient memory: inner products, then change and copy. There is no third for norms: |g| comes with
-the products, the norm after projection follows from it, and |reference| was known when it was
-written (as float32; of other numbers it comes with the products).
+Each control decides what to do in a regime: GAC projects, its null baseline only shortens. A step
+costs one all-reduce of three scalars (of one while there is no reference), and two sweeps over
+gradient memory: one for inner products, one for change and copy. Norms need no third sweep: |g| is
+computed with the products, the norm after projection follows from it, and |reference| was known
+when the reference was written (in float32; in other dtypes it is computed with the products).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
-from megatron_async_rl.config.controls import AlignmentSettings
-from megatron_async_rl.controls.calibration import CosineCalibration
+from megatron_async_rl.config.controls import AlignmentSettings, CalibrateConfig
 from megatron_async_rl.controls.decision import Control, Decision, StepView
 from megatron_async_rl.controls.reference import GradientReference, ReferenceCopies, copies_for
 from megatron_async_rl.gradients import Gradients, products_with, squared_norm
 
+log = logging.getLogger(__name__)
+
+BOUND = 0.999
+"""Bound of a calibrated threshold: at 1 there is nothing to project to."""
+
 KEEP, PROJECT, SKIP = 0, 1, 2
 """Values of the metric `gac/regime`."""
 PARALLEL = 2.0**-20
-"""Cosines are exact to about 1e-6 (1e-7 of the products, and the gradient's own rounding): below
-this 1 - c, the direction of the remainder is noise."""
+"""Cosines are exact to about 1e-6 (1e-7 from the products, the rest from the gradient's own
+rounding): for a smaller 1 - c, the direction of the remainder is noise."""
+
+
+class CosineCalibration:
+    """GAC's lower threshold, taken from the run itself: a quantile of the cosines that fresh data
+    shows. `threshold`: null until there is one; then it does not change.
+
+    Fresh: the batch of this step and the batch of the reference were sampled by the weights they
+    trained (lag 0). A run with calibration trains synchronously for its first `steps` + 1 steps
+    (flow/staleness.py); the first step has no cosine. If some of those steps have none either (a
+    gradient that is not finite, an empty batch), the first stale step takes the quantile of the
+    cosines there are, provided they are at least half; with fewer, calibration waits for more fresh
+    steps.
+    """
+
+    def __init__(self, settings: CalibrateConfig) -> None:
+        self.settings = settings
+        self.cosines: list[float] = []
+        self.threshold: float | None = None
+
+    def observe(self, cosine: float, *, fresh: bool) -> None:
+        """Record the cosine of one step, which is equal on every rank."""
+        # The threshold is set once: results must not drift with later data.
+        if self.threshold is not None:
+            return
+        if fresh:
+            self.cosines.append(cosine)
+        # The fresh steps are over: use the cosines so far, if there are at least half.
+        enough = self.settings.steps if fresh else max(1, (self.settings.steps + 1) // 2)
+        if len(self.cosines) >= enough:
+            quantile = float(np.quantile(self.cosines, self.settings.quantile))
+            if quantile < 0.0:
+                log.warning(
+                    "calibrate: the %g quantile of %d cosines is %.3f; c_low is 0 instead, as a"
+                    " negative one would turn gradients against their predecessor",
+                    self.settings.quantile,
+                    len(self.cosines),
+                    quantile,
+                )
+            self.threshold = min(max(quantile, 0.0), BOUND)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cosines": list(self.cosines), "threshold": self.threshold}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.cosines, self.threshold = list(state["cosines"]), state["threshold"]
+        if self.threshold is not None:
+            # Checkpoints of earlier versions may contain a negative threshold.
+            self.threshold = max(self.threshold, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """cosine: null where there is nothing to compare with; then the regime is KEEP and the
-    reference is in order already.
+    """Cosine of a step and its consequences.
 
-    square: |g|^2. length: |g| / |reference|. along: <g', u> / |g| that projection leaves, null in
-    the other regimes. to_zero: it is 0 because c is 1 within rounding. fresh: of this batch.
+    cosine: null if there is nothing to compare with; then the regime is KEEP and the reference is
+    already up to date. square: |g|^2. length: |g| / |reference|. along: <g', u> / |g| after
+    projection, null in the other regimes. to_zero: True if it is 0 because c is 1 within rounding.
+    fresh: True if the weights that this batch trains have sampled it.
     """
 
     regime: int
@@ -79,8 +134,8 @@ class Verdict:
 
 
 class AlignmentControl(Control, ABC):
-    """Judges each step; `act` is the subclass's. Shard state: `reference`, the gradient that the
-    next one is compared with."""
+    """Base class that judges each step; subclasses define `act`. Shard state: `reference`, the
+    gradient with which the next one is compared."""
 
     def __init__(self, settings: AlignmentSettings) -> None:
         self.settings = settings
@@ -99,7 +154,7 @@ class AlignmentControl(Control, ABC):
 
     @abstractmethod
     def act(self, gradients: Gradients, verdict: Verdict) -> Decision:
-        """Decide about the step by its verdict. Calls `sweep` if there is a cosine."""
+        """Return the decision that follows from the verdict. Calls `sweep` if there is a cosine."""
 
     @property
     def c_low(self) -> float | None:
@@ -128,18 +183,18 @@ class AlignmentControl(Control, ABC):
         self.consecutive_skips = 0
 
     def sweep(self, gradients: Gradients, verdict: Verdict, *, change: float) -> None:
-        """g += change |g| u, and the reference becomes the raw or the applied gradient, shard by
-        shard.
+        """Compute g += change |g| u, and make the raw or the applied gradient the reference, shard
+        by shard.
 
-        Copies (replicated parameters) move too, by the same factor, so they stay equal.
+        Copies (replicated parameters) change too, by the same factor, so they stay equal.
         """
         assert self.reference is not None
         raw = self.settings.reference == "raw"
-        # With `applied` a gradient that was skipped is not a reference.
+        # With `applied`, a skipped gradient does not become the reference.
         if not raw and verdict.regime == SKIP:
             return
         self.reference_fresh = verdict.fresh
-        # Only then is |reference| the norm that was just measured.
+        # Only in this case is |reference| the norm that was just measured.
         exact = self.settings.reference_dtype == "fp32" and (raw or not change)
         self.reference_square = verdict.square if exact else None
         grads = [shard.grad.detach() for shard in gradients.shards]
@@ -150,7 +205,7 @@ class AlignmentControl(Control, ABC):
             self.reference.put(grads)
 
     def _judge(self, step: StepView) -> Verdict:
-        # Fresh: sampled by the weights that it trains.
+        # Fresh: sampled by the weights that the batch trains.
         gradients, fresh = step.gradients, step.lag_max == 0
         if self._restored is not None:
             self._remember(gradients, self._restored)
@@ -172,14 +227,14 @@ class AlignmentControl(Control, ABC):
             self.reset()
             return kept
         # A zero gradient has no direction, and a gradient far outside the run's history does not
-        # predict the next: the reference does not change.
+        # predict the next one, so the reference does not change.
         if square == 0.0 or step.is_anomaly(kept.norm):
             return kept
         if reference_square == 0.0:
-            # It was too small for the numbers it was kept in.
+            # The reference was too small for the dtype in which it is stored.
             self._begin(gradients, fresh, square)
             return kept
-        # Rounding may leave [-1, 1].
+        # Rounding may give a value outside [-1, 1].
         cosine = max(-1.0, min(1.0, product / math.sqrt(square * reference_square)))
         if self.calibration is not None:
             # Both gradients of the cosine must be on-policy.
@@ -206,7 +261,8 @@ class AlignmentControl(Control, ABC):
             return KEEP
         if self.settings.c_high is None or cosine <= self.settings.c_high:
             return PROJECT
-        # A skip leaves the weights, so the next gradient would be as aligned: break the deadlock.
+        # A skip does not change the weights, so the next gradient would be as aligned: end the
+        # deadlock.
         return SKIP if self.consecutive_skips < self.settings.max_consecutive_skips else PROJECT
 
     def _begin(self, gradients: Gradients, fresh: bool, square: float) -> None:
@@ -216,7 +272,7 @@ class AlignmentControl(Control, ABC):
 
     def _remember(self, gradients: Gradients, values: Sequence[Tensor]) -> None:
         if self.settings.reference_offload == "cpu" and self._copies is None:
-            # One stream for the life of the control: copies must stay in order.
+            # One stream for the lifetime of the control, because copies must stay in order.
             self._copies = copies_for(gradients.device)
         shapes = [shard.grad.shape for shard in gradients.shards]
         self.reference = GradientReference(
@@ -226,7 +282,7 @@ class AlignmentControl(Control, ABC):
             value.to(gradients.device).view(shape)
             for value, shape in zip(values, shapes, strict=True)
         )
-        # Its tensors are freed now that the reference holds the values.
+        # Free the restored tensors: the reference holds the values now.
         self._restored = None
 
     def _count(self, verdict: Verdict) -> None:
@@ -234,7 +290,7 @@ class AlignmentControl(Control, ABC):
         self.consecutive_skips = self.consecutive_skips + 1 if verdict.regime == SKIP else 0
         if verdict.cosine is not None:
             self.cosines[verdict.regime] += 1
-            # Means over the run, which a resume continues.
+            # Means over the whole run, including the steps before a resume.
             self.cosine_sums[verdict.regime] += verdict.cosine
 
     def _metrics(self, verdict: Verdict) -> dict[str, float]:
@@ -287,7 +343,7 @@ class AlignmentControl(Control, ABC):
         return [] if self.reference is None else self.reference.on_device()
 
     def load_shard_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        """Kept aside until a step shows which device and shapes the gradients have."""
+        """Store the state until a step shows the device and shapes of the gradients."""
         self.reference = None
         self._restored = (
             [shard.detach().clone() for shard in state["reference"]]
@@ -299,8 +355,8 @@ class AlignmentControl(Control, ABC):
 def component_left(
     cosine: float, target: Literal["threshold", "zero"], c_low: float | None
 ) -> float:
-    """<g', u> / |g| after projection: 0, or k c of gac.py's formula, written without the division
-    by c."""
+    """Return <g', u> / |g| after projection: 0, or k c of gac.py's formula, written without the
+    division by c."""
     if target == "zero" or c_low is None:
         return 0.0
     return c_low * math.sqrt(max(0.0, 1.0 - cosine * cosine)) / math.sqrt(1.0 - c_low**2)

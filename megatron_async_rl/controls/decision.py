@@ -15,30 +15,30 @@ from megatron_async_rl.gradients import Gradients
 
 
 class OptimizerView(Protocol):
-    """View of the optimizer for a control. Lists have one tensor per gradient shard, of the
-    shard's shape, float32."""
+    """Optimizer as controls see it. Lists have one tensor per gradient shard, of the shard's shape,
+    float32."""
 
     @property
     def beta1(self) -> float:
-        """Adam's beta1 of the configuration, used by steps for which no control sets another."""
+        """Adam's beta1 of the configuration, for steps in which no control sets another."""
         ...
 
     @property
     def updates(self) -> int:
-        """Optimizer steps taken so far in the run; a skipped step does not count."""
+        """Number of optimizer steps so far in the run; a skipped step does not count."""
         ...
 
     def momentum(self) -> Sequence[Tensor] | None:
-        """Adam's first moment, to be read; None on every rank before the first step. A tensor that
-        is not kept in float32 on the device is made at its first use."""
+        """Adam's first moment, read-only; None on every rank before the first step. A tensor that
+        is not kept in float32 on the device is made when it is first read."""
         ...
 
     def last_update(self) -> Sequence[Tensor] | None:
-        """Change of the parameters by the last step that was taken, without weight decay; None on
-        every rank before the first.
+        """Change of the parameters by the last step that was not skipped, without weight decay;
+        None on every rank before the first.
 
-        Adam's own part of it: what a control moved the parameters by besides (`UpdateCorrection`)
-        is not in it. Each tensor is computed at its first use.
+        This is Adam's part of the change: it does not contain the part that a control added
+        (`UpdateCorrection`). Each tensor is computed when it is first read.
         """
         ...
 
@@ -55,16 +55,18 @@ def never(norm: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepView:
-    """gradients: reduced, before clipping, changeable in place. optimizer: readable.
+    """The coming step. gradients: reduced, before clipping, may be changed in place. optimizer:
+    read-only.
 
     log_weights: [S] float64, sum over each trained sequence's tokens of log(pi / mu), untruncated,
-    the same on every rank; empty for given responses. lag_max: versions, of the batch's oldest
-    token. moved: an earlier optimizer step of the batch has changed the weights, so that a lag of 0
-    is not on-policy. lr: the scheduler's, for this step. is_anomaly: True for a gradient norm far
-    outside the run's history; such a gradient is nothing to compare the next one with.
+    the same on every rank; empty for given responses. lag_max: lag in versions of the batch's
+    oldest token. moved: True if an earlier optimizer step of the batch has changed the weights, so
+    that a lag of 0 is not on-policy. lr: the scheduler's, for this step. is_anomaly: returns True
+    for a gradient norm far outside the run's history; the next gradient must not be compared with
+    such a gradient.
     """
 
-    # Reduced over all ranks, so that every rank sees the same norms.
+    # Reduced over all ranks, so that every rank has the same norms.
     gradients: Gradients
     optimizer: OptimizerView
     log_weights: NDArray[np.float64]
@@ -76,13 +78,13 @@ class StepView:
 
 @dataclass(frozen=True)
 class Decision:
-    """skip: leave weights, moments, step count and weight decay alone. lr_scale: factor on this one
-    step's learning rate.
+    """Decision about one step. skip: do not change weights, moments and step count, and apply no
+    weight decay. lr_scale: factor on the learning rate of this step.
 
-    gradient_scale: factor on the gradient after clipping, this step. beta1: of this one step; None
-    keeps it. norm_before, norm_after: |g| over the model as the control found the gradient and as
-    it leaves it, so that it is not measured again; None where it did not look. A control that
-    changes gradients in place sets both.
+    gradient_scale: factor on the gradient after clipping, in this step. beta1: for this step; None
+    keeps it. norm_before, norm_after: |g| over the model before and after the control, so that it
+    is not measured again; None if the control did not measure it. A control that changes gradients
+    in place sets both.
     """
 
     skip: bool = False
@@ -97,8 +99,9 @@ class Decision:
 
 
 def combined(decisions: Iterable[Decision]) -> Decision:
-    """Return the decision of all controls: factors multiply, the last beta1 and the last norm hold,
-    and any may skip. `norm_before` is the first measured: later ones are of a changed gradient."""
+    """Return the combined decision of all controls: factors multiply, the last beta1 and the last
+    `norm_after` apply, and each control may skip. `norm_before` is the first one measured, because
+    later ones belong to a changed gradient."""
     # In the order of the configuration, so that "last" has a meaning.
     whole = Decision()
     for each in decisions:
@@ -116,16 +119,16 @@ def combined(decisions: Iterable[Decision]) -> Decision:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UpdateView:
-    """Update that the optimizer is about to apply, one tensor per gradient shard, of the
-    shard's shape.
+    """Update that the optimizer is about to apply, one tensor per gradient shard, of the shard's
+    shape.
 
-    update: Adam's, of the gradient as controls and clipping left it, with this step's lr and beta1,
-    without weight decay. displacement: the weights as they are minus those that the batch's samples
-    began under (the mean over trained tokens where they differ); null on every rank where those are
-    the same, or the run keeps no past weights. Tensors of both are computed when they are read,
-    each time again. gradients: after clipping, not to be changed any more. kl: estimate k2 of the
-    divergence of the policy from the sampling policy, mean over trained tokens of (log(pi / mu))^2
-    / 2, nats per token, the same on every rank; 0 for given responses.
+    update: Adam's, of the gradient after controls and clipping, with this step's lr and beta1,
+    without weight decay. displacement: the present weights minus those under which the batch's
+    samples began (the mean over trained tokens if they differ); null on every rank if they are
+    equal, or if the run keeps no past weights. Tensors of both are computed each time they are
+    read. gradients: after clipping, read-only. kl: estimate k2 of the divergence of the policy from
+    the sampling policy, mean over trained tokens of (log(pi / mu))^2 / 2, nats per token, the same
+    on every rank; 0 for given responses.
     """
 
     gradients: Gradients
@@ -136,8 +139,8 @@ class UpdateView:
 
 @dataclass(frozen=True)
 class UpdateCorrection:
-    """along: the parameters move by this much of the displacement besides the update. length: of
-    the two together, over the update's own."""
+    """Change to an update. along: multiple of the displacement that is added to the update. length:
+    length of the sum, relative to the update's."""
 
     along: float = 0.0
     length: float = 1.0
@@ -145,18 +148,18 @@ class UpdateCorrection:
 
 
 class Control:
-    """Called on every rank once per optimizer step, on the fully reduced gradient, before clipping
-    (`apply`), and again just before the optimizer changes the parameters, where no control
-    skips the step (`before_update`).
+    """Base class of controls. The optimizer step calls it on every rank once per step, on the fully
+    reduced gradient, before clipping (`apply`), and again just before the optimizer changes the
+    parameters, if no control skips the step (`before_update`).
 
-    Its decision must be the same on every rank, so it may rest only on all-reduced numbers, reduced
-    with a fixed number of collectives per step. State comes in two parts: numbers that are the same
-    on every rank (`state_dict`), and what has one tensor per gradient shard (`shard_state`), which
-    a checkpoint carries over to another parallel layout.
+    The decision must be the same on every rank, so it may depend only on all-reduced numbers, which
+    need a fixed number of collectives per step. State has two parts: numbers that are the same on
+    every rank (`state_dict`), and tensors, one per gradient shard (`shard_state`), which a
+    checkpoint converts to another parallel layout.
     """
 
     needs_update_norm: bool = False
-    """Reads `optimizer.last_update_norm`, which costs a sweep over Adam's state after each step."""
+    """True to get `optimizer.last_update_norm`, which costs a sweep over Adam's state each step."""
 
     def apply(self, step: StepView) -> Decision:
         return Decision()
@@ -165,10 +168,10 @@ class Control:
         return UpdateCorrection()
 
     def reset(self) -> None:
-        """Forget what compares one step with the next: this step has no usable gradient."""
+        """Forget what the next step would be compared with, because this gradient is unusable."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and containers of them, the same on every rank and on every layout."""
+        """Plain numbers and containers of them, the same on every rank and with every layout."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -177,18 +180,19 @@ class Control:
         """Name -> one float32 tensor per gradient shard of this rank, in their order and of their
         shapes.
 
-        A name whose state does not exist at the moment is left out. May be views of the state
-        itself: to be read before the next step.
+        A name without state at the moment is left out. The tensors may be views of the state
+        itself: read them before the next step.
         """
         return {}
 
     def device_state(self) -> list[Tensor]:
-        """Tensors that it keeps on the gradients' device from step to step: colocated, they wait in
-        host memory while engines have their turn, and are the same tensors after."""
+        """Tensors that the control keeps on the gradients' device between steps. In a colocated run
+        they are moved to host memory while engines use the device, and are the same tensors
+        afterwards."""
         return []
 
     def load_shard_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        """Take what `shard_state` returned, cut for this rank's gradient shards (copied); a name
+        """Load the result of `shard_state`, cut for this rank's gradient shards (copied); a name
         that is absent has no state.
 
         Called once after `load_state_dict`, also with an empty mapping.
@@ -196,5 +200,5 @@ class Control:
 
 
 def build_controls(configs: Iterable[Any]) -> dict[str, Control]:
-    """Name -> control, in the order of the configuration, in which they are applied."""
+    """Return name -> control, in the order of the configuration, in which they are applied."""
     return {config.name: method_of(config)(config) for config in configs}

@@ -1,22 +1,22 @@
-"""The update kept from repeating what the batch's policy has not seen yet. This project's own, and
-experimental.
+"""Control that removes from the update the direction in which the weights already moved since the
+batch was sampled. A method of this project, and experimental.
 
-With D = theta_now - theta_v, theta_v the weights that the batch's samples began under, and u the
-update the optimizer is about to make (Adam's, of the clipped gradient, without weight decay), c =
-cos(u, D):
+With D = theta_now - theta_v, theta_v the weights under which the batch's samples began, and u the
+update that the optimizer is about to make (Adam's, of the clipped gradient, without weight decay),
+c = cos(u, D):
 
     c <= c_low    u' = u            (every negative c too: one-sided)
     c > c_low     u' = u + a D      target "zero":       a = -c |u| / |D|, so u' is orthogonal to D
                                     target "threshold":  a so that cos(u', D) = c_low
 
-Of what is taken away so, tolerated_kl spares a part, where it is above 0: what is taken is max(0, 1
-- tolerated_kl / KL) of it, KL the divergence of the policy from the batch's sampling policy
-(estimate k2, nats per token). So a policy that has hardly moved trains as without the control, at
-rates at which the control alone would be slow.
+If tolerated_kl is above 0, only the share max(0, 1 - tolerated_kl / KL) of this change is made. KL
+is the divergence of the policy from the batch's sampling policy (estimate k2, nats per token). A
+policy that has hardly moved therefore trains as without the control, at learning rates at which the
+control alone would be slow.
 
-A batch that the present weights sampled has D = 0, and nothing happens. Nothing is stored: past
-weights come from the store that `proximal: snapshot` uses too. One all-reduce of three scalars per
-step with D; D is read twice where it acts, once otherwise.
+For a batch that the present weights sampled, D = 0 and the control does nothing. It stores nothing:
+past weights come from the store that `proximal: snapshot` also uses. A step with D costs one
+all-reduce of three scalars; D is read twice if the control acts, and once otherwise.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Displacement(Control):
         self.settings = settings
 
     def before_update(self, update: UpdateView) -> UpdateCorrection:
-        """Metrics: displacement/cosine, and displacement/removed, |u - u'| / |u|; absent where D or
-        u is 0."""
-        # Null on every rank or on none, so the collective below stays in step.
+        """Metrics: displacement/cosine, and displacement/removed, |u - u'| / |u|; absent if D or u
+        is 0."""
+        # Null on every rank or on none, so that all ranks run the collective below or none does.
         if update.displacement is None:
             return UpdateCorrection()
         product, norm, distance = products_of(update.gradients, update.update, update.displacement)
@@ -49,7 +49,7 @@ class Displacement(Control):
                 metrics={"displacement/cosine": cosine, "displacement/removed": 0.0}
             )
         target = component_left(cosine, self.settings.target, self.settings.c_low)
-        # Interpolates in the cosine, not in the length.
+        # Interpolate the cosine, not the length.
         left = cosine - self._share(update) * (cosine - target)
         return UpdateCorrection(
             along=(left - cosine) * math.sqrt(norm / distance),
@@ -58,7 +58,7 @@ class Displacement(Control):
         )
 
     def _share(self, update: UpdateView) -> float:
-        """Share of the component that is removed, in [0, 1]."""
+        """Return the share of the component that is removed, in [0, 1]."""
         tolerated = self.settings.tolerated_kl
         if tolerated == 0.0:
             return 1.0

@@ -1,14 +1,14 @@
-"""The ESS learning rate of VCPO (arXiv 2602.17616): the step is as large as the batch is worth in
-on-policy samples.
+"""The ESS learning rate of VCPO (arXiv 2602.17616): the step size follows the number of on-policy
+samples that the batch is worth.
 
     log w_i = sum over the response's tokens of log(pi / mu)
     ESS     = (sum w)^2 / sum w^2                         between 1 and B
     scale   = rule(min(1, (ESS / B) / reference_ratio))   rule: square root, or linear
 
-Everything is in log space with a max shift: weights that overflow, underflow or are all tiny change
-nothing. The weights are those of the step's own forward passes, all-reduced before any control
-runs: no rank of any parallel dimension sees less than the whole batch, and there is no collective
-here. The factor lasts one step; the scheduler never sees it.
+All computations are in log space with a max shift, so weights that overflow, underflow or are all
+tiny do no harm. The weights come from the step's own forward passes and are all-reduced before any
+control runs: ranks of every parallel dimension have the whole batch, and there is no collective
+here. The factor applies to one step, and the scheduler does not see it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron_async_rl.controls.decision import Control, Decision, StepView
 
 
 def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
-    """log_weights: [B] float64, as large or small as they come. 0 for an empty batch, and where a
-    weight is not a number.
+    """Return the effective sample size. log_weights: [B] float64, of any magnitude. The result is 0
+    for an empty batch, and if a weight is not a number.
 
-    A weight of +inf leaves only its equals in the sum.
+    A weight of +inf leaves only equal weights in the sum.
     """
-    # 0 makes the step as small as the floor allows.
+    # 0 makes the step as small as the floor permits.
     if len(log_weights) == 0 or np.isnan(log_weights).any():
         return 0.0
     largest = log_weights.max()
@@ -48,7 +48,8 @@ def lr_scale(
     reference_ratio: float = EssLrControl.default_of("reference_ratio"),
     floor: float = EssLrControl.default_of("floor"),
 ) -> float:
-    """ess_ratio: ESS / B. In [floor, 1]; the floor itself where ess_ratio is not a number."""
+    """Return the factor on the learning rate, in [floor, 1]. ess_ratio: ESS / B; if it is not a
+    number, the factor is the floor."""
     if math.isnan(ess_ratio):
         return floor
     relative = min(1.0, ess_ratio / reference_ratio)
@@ -56,10 +57,10 @@ def lr_scale(
 
 
 class EssLr(Control):
-    """State, for `reference_ratio: auto`: sum and number of the ESS / B of on-policy steps, whose
-    batch has lag 0 throughout and has changed no weights yet.
+    """Control of the learning rate. State, for `reference_ratio: auto`: sum and number of the ESS /
+    B of on-policy steps, whose batch has lag 0 throughout and has not changed the weights yet.
 
-    A run's first step is one, so `auto` is known from then on.
+    A run's first step is on-policy, so `auto` is known from then on.
     """
 
     def __init__(self, settings: EssLrControl) -> None:
@@ -74,13 +75,13 @@ class EssLr(Control):
         return self.on_policy_sum / self.on_policy_steps if self.on_policy_steps else 1.0
 
     def apply(self, step: StepView) -> Decision:
-        """Metrics: ess_lr/scale, ess_lr/ess_ratio (of the weights used), and
+        """Metrics: ess_lr/scale, ess_lr/ess_ratio (of the capped weights), and
         ess_lr/reference_ratio, absent until it is known."""
         log_weights = step.log_weights
         if len(log_weights) == 0:
             return Decision()
         if self.settings.use_truncated:
-            # In log space, where a weight cannot overflow.
+            # Capped in log space, where a weight cannot overflow.
             log_weights = np.minimum(log_weights, math.log(self.settings.cap))
         ratio = effective_sample_size(log_weights) / len(log_weights)
         # Later optimizer steps of a batch are off-policy although their lag is 0.

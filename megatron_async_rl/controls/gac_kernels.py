@@ -1,5 +1,5 @@
-"""GAC's two sweeps over gradient memory as Triton kernels, for references of every type that
-reference.py keeps: inner products, and projection together with the writing of the new reference.
+"""GAC's two sweeps over gradient memory as Triton kernels, for references of every dtype of
+reference.py: inner products, and projection combined with the writing of the new reference.
 
 Bytes moved for n elements of a gradient of G bytes and a reference of R (4, 2, or 1 + 4/128):
 
@@ -8,12 +8,12 @@ Bytes moved for n elements of a gradient of G bytes and a reference of R (4, 2, 
     keep             n (G + R)          the gradient read, the reference written
 
 Invariants:
-- the same numbers as the torch path: |products| to float64's rounding, g + factor r with one
-  rounding of its own, the written reference bit for bit;
+- the results equal those of the torch path: |products| to float64's rounding, g + factor r up to
+  one rounding, the written reference bit for bit;
 - sums do not depend on the grid: a program sums SPAN elements in float64 wherever it runs, and the
   programs' sums are added in their order; no atomics;
-- every access but those of a shard's last SPAN elements is whole and unmasked, which lets 16 bytes
-  be moved at once where the memory is aligned so.
+- every access except those to a shard's last SPAN elements is whole and unmasked, so that 16 bytes
+  can be moved at once if the memory is aligned.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor
 from megatron_async_rl.controls.quantize import BLOCK
 
 ROWS = 8
-"""Blocks of a reference that a program works on at a time; it holds them in registers."""
+"""Blocks of a reference that a program processes at a time; it holds them in registers."""
 STEPS = 16
-"""How many times one program of `three_products` does so."""
+"""Number of times that one program of `three_products` does so."""
 SPAN = ROWS * STEPS * BLOCK
-"""Elements that one program sums."""
+"""Number of elements that one program sums."""
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def products_kernel(
     rows: tl.constexpr,
     steps: tl.constexpr,
 ) -> None:
-    # int64: offsets of a shard may exceed 2^31.
+    # int64, because offsets of a shard may exceed 2^31.
     program = (tl.program_id(0) + first).to(tl.int64)
     product = tl.zeros((rows, columns), tl.float64)
     square = tl.zeros((rows, columns), tl.float64)
@@ -88,7 +88,7 @@ def products_kernel(
             r = r * _load(scales, row, row * columns < elements, masked)[:, None]
         g = g.to(tl.float64)
         r = r.to(tl.float64)
-        # float64 in registers: a float32 sum over SPAN elements would depend on its order.
+        # float64 in registers: a float32 sum over SPAN elements would depend on the order.
         product += g * r
         square += g * g
         if not known:
@@ -130,24 +130,24 @@ def project_kernel(
         if not raw:
             kept = changed.to(tl.float32)
     if scaled:
-        # The smallest power of two that brings the block's largest within 448 = 1.75 x 2^8, by its
-        # bits; at least 2^-126, and 1 for a block of zeros.
+        # The smallest power of two that scales the block's largest element to at most 448 = 1.75 x
+        # 2^8, from its bits; at least 2^-126, and 1 for a block of zeros.
         bits = tl.max(tl.abs(kept), 1).to(tl.int32, bitcast=True)
         exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
         exponent = tl.where(bits == 0, 127, tl.maximum(exponent, 1))
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         kept = kept * inverse[:, None]
-        # The last block is written to its end: elements beyond the gradient are 0.
+        # The last block is written to its end; elements beyond the gradient are 0.
         inside = (row_inside[:, None]) & (at >= 0)
         _store(scales, row, scale, row_inside, masked)
     _store(numbers, at, kept, inside, masked)
 
 
 def three_products(gradient: Tensor, written: tuple[Tensor, ...], known: bool) -> Tensor:
-    """[3] float64: (<g, r>, |g|^2, |r|^2), one read of each; known: |r|^2 is left at 0.
+    """Return [3] float64: (<g, r>, |g|^2, |r|^2), with one read of each. known: leave |r|^2 at 0.
 
-    gradient: contiguous, float32 or bfloat16. written: as `quantize` makes it, of its size.
+    gradient: contiguous, float32 or bfloat16. written: result of `quantize`, of the same size.
     """
     flat, numbers, scales = gradient.view(-1), written[0], written[-1]
     elements = flat.numel()
@@ -170,18 +170,18 @@ def three_products(gradient: Tensor, written: tuple[Tensor, ...], known: bool) -
             rows=ROWS,
             steps=STEPS,
         )
-    # Programs' sums in their order, so the result does not depend on the grid.
+    # The programs' sums are added in their order, so the result does not depend on the grid.
     return partials.sum(0)
 
 
 def project(gradient: Tensor, written: tuple[Tensor, ...], factor: float, *, raw: bool) -> None:
-    """gradient += factor reference, and the reference becomes the gradient: as it was (raw), or as
-    it is then."""
+    """Compute gradient += factor reference, and make the gradient before (raw) or after this change
+    the reference."""
     _write(gradient, written, factor, projects=True, raw=raw)
 
 
 def keep(gradient: Tensor, written: tuple[Tensor, ...]) -> None:
-    """The reference becomes the gradient."""
+    """Make the gradient the reference."""
     _write(gradient, written, 0.0, projects=False, raw=True)
 
 
@@ -189,7 +189,7 @@ def _write(
     gradient: Tensor, written: tuple[Tensor, ...], factor: float, *, projects: bool, raw: bool
 ) -> None:
     flat, numbers, scales = gradient.view(-1), written[0], written[-1]
-    # A kernel's numbers are float32, as is torch's factor.
+    # A kernel computes in float32, as torch does with its factor.
     factor = float(np.float32(factor))
     for grid, first, masked in _launches(flat.numel(), ROWS * BLOCK):
         project_kernel[(grid,)](
@@ -209,7 +209,8 @@ def _write(
 
 
 def _launches(elements: int, span: int) -> list[tuple[int, int, bool]]:
-    """(programs, first program, masked): those with `span` elements, and the one with fewer."""
+    """Return (programs, first program, masked): the programs with `span` elements, and the one with
+    fewer."""
     whole, rest = divmod(elements, span)
     launches = [(whole, 0, False)] if whole else []
     return [*launches, (1, whole, True)] if rest else launches

@@ -1,14 +1,14 @@
-"""Adam's memory shortened while the gradient keeps pointing where the optimizer is going already
-(this project's own).
+"""Control that shortens Adam's memory while the gradient keeps pointing in the optimizer's present
+direction (a method of this project).
 
 With c the cosine of this step's gradient and Adam's first moment before the step (`against:
 momentum`), or of the descent direction and the last update (`against: last_update`: -<g, update>,
-so that positive means "the same way again"):
+so that a positive value means "the same direction again"):
 
     beta1 = beta1_max - (beta1_max - beta1_min) clip((c - c_low) / (c_high - c_low), 0, 1)
 
-beta1_max where there is nothing to compare with. The gradient is as earlier controls left it.
-Adam's bias correction follows the beta1 of every step (policy/optimizer.py).
+beta1 is beta1_max if there is nothing to compare with. The gradient is the output of earlier
+controls. Adam's bias correction follows the beta1 of every step (policy/optimizer.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_async_rl.gradients import products_with
 
 
 class MomentumByAlignment(Control):
-    """No state of its own: Adam's is enough."""
+    """Control of beta1. It has no state of its own, because Adam's is enough."""
 
     def __init__(self, settings: MomentumByAlignmentControl) -> None:
         self.settings = settings
@@ -32,7 +32,7 @@ class MomentumByAlignment(Control):
         settings, optimizer = self.settings, step.optimizer
         longest = settings.beta1_max if settings.beta1_max is not None else optimizer.beta1
         going = optimizer.momentum() if settings.against == "momentum" else optimizer.last_update()
-        # None on every rank, so all of them leave out the all-reduce.
+        # None on every rank, so all ranks leave out the all-reduce.
         if going is None:
             return Decision(beta1=longest)
         product, norm, going_norm = products_with(step.gradients, going)

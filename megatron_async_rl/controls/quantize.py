@@ -10,17 +10,17 @@ from torch import Tensor
 
 ReferenceDtype = Literal["fp32", "bf16", "fp8"]
 BLOCK = 128
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 LARGEST = 448.0
 SMALLEST_EXPONENT = -126
 
 
 QuantizedTensors = tuple[Tensor, ...]
-"""One flat tensor, or 8-bit numbers [blocks, BLOCK] and their scales [blocks, 1]."""
+"""One flat tensor, or FP8 numbers [blocks, BLOCK] and their scales [blocks, 1]."""
 
 
 def room_for(elements: int, dtype: ReferenceDtype, device: torch.device) -> QuantizedTensors:
-    """New tensors, not initialised."""
+    """Return new, uninitialised tensors."""
     if dtype != "fp8":
         number = torch.float32 if dtype == "fp32" else torch.bfloat16
         return (torch.empty(elements, dtype=number, device=device),)
@@ -32,7 +32,7 @@ def room_for(elements: int, dtype: ReferenceDtype, device: torch.device) -> Quan
 
 
 def write(values: Tensor, written: QuantizedTensors) -> None:
-    """`written` becomes `values` (of its size, finite)."""
+    """Store `values` (of the same size, finite) in `written`."""
     flat = values.detach().reshape(-1)
     if len(written) == 1:
         written[0].copy_(flat)
@@ -45,27 +45,28 @@ def write(values: Tensor, written: QuantizedTensors) -> None:
 
 
 def quantize(values: Tensor, dtype: ReferenceDtype) -> QuantizedTensors:
-    """New tensors that hold `values` (any shape, finite)."""
+    """Return new tensors that hold `values` (any shape, finite)."""
     written = room_for(values.numel(), dtype, values.device)
     write(values, written)
     return written
 
 
 def scales_of(largest: Tensor, limit: float) -> Tensor:
-    """The smallest powers of two that bring `largest` (float32, not negative) within `limit`."""
+    """Return the smallest powers of two that scale `largest` (float32, not negative) to at most
+    `limit`."""
     mantissa, exponent = torch.frexp(largest / limit)
-    # frexp gives [0.5, 1) x 2^e: 0.5 is a power of two itself, which e - 1 reaches.
+    # frexp gives [0.5, 1) x 2^e; 0.5 itself is a power of two, for which e - 1 suffices.
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(min=SMALLEST_EXPONENT)
     return torch.ldexp(torch.ones_like(mantissa), exponent)
 
 
 def dequantize(written: QuantizedTensors, shape: torch.Size) -> Tensor:
-    """float32 of `shape`; the stored tensor itself, not a copy, if it has that dtype."""
+    """Return float32 of `shape`; the stored tensor itself, not a copy, if it has that dtype."""
     if len(written) == 1:
         return written[0].float().view(shape)
     numbers, scales = written
-    # Sign, exponent and fraction of an FP8 number, moved apart, are those of the float16 that is
-    # 2^8 times smaller. Torch's own conversion takes five times as long on a CPU.
+    # The sign, exponent and fraction of an FP8 number, moved apart, form the float16 that is 2^8
+    # times smaller. Torch's own conversion is five times slower on a CPU.
     halves = (numbers.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~(1 << 14))
     values = halves.view(torch.float16).float().mul_(2.0**8).mul_(scales)
     return values.view(-1)[: shape.numel()].view(shape)

@@ -1,29 +1,28 @@
-"""The gradient of an earlier step, kept shard by shard: in which numbers, and in whose memory.
+"""The gradient of an earlier step, kept shard by shard: its number format, and its place in memory.
 
 `for shard in reference` reads float32 tensors in the order of the gradient's shards, one at a time:
-a compressed or offloaded reference never exists whole in float32. Offloaded, the next shard is on
-its way while the present one is used, and what `put` was given is copied out during the optimizer's
-step; on CUDA that takes device memory of the reference's size until the copies are through, at a
-time when there are no activations.
+a compressed or offloaded reference never exists whole in float32. Offloaded, the next shard is
+fetched while the present one is used, and the gradient passed to `put` is copied out during the
+optimizer's step. On CUDA this uses device memory of the reference's size until the copies are
+complete, at a time without activations.
 
-Numbers. float32, bfloat16, or FP8 with a scale per block. The numbers read differ from the numbers
-written, element by element, by at most
+Number formats: float32, bfloat16, or FP8 with a scale per block. The numbers read differ from the
+numbers written, element by element, by at most
     bf16    2^-9 of the element
     fp8     2^-4 of the element (e4m3 has 3 bits after the point), and for elements below 2^-14 of
             their block's largest by at most 2^-18 of that largest
-so a cosine taken against it moves by at most |error| / |reference|: 2^-9 and about 2^-4; and by far
-less for errors that do not line up with the other gradient (of order c |error|^2 / 2 plus the same
-over the root of the number of elements). A block's scale is the smallest power of two that brings
-its largest element within e4m3's 448. Scaling is then exact, and writing the read numbers again
-gives the same bits.
+so a cosine with it changes by at most |error| / |reference|: 2^-9 and about 2^-4. The change is far
+smaller for errors that are not aligned with the other gradient (of order c |error|^2 / 2 plus the
+same over the root of the number of elements). A block's scale is the smallest power of two that
+brings its largest element within e4m3's 448. Scaling is then exact, and writing the read numbers
+again gives the same bits.
 
-Sweeps. On CUDA, products, projection and writing are Triton's kernels (gac_kernels.py), which read
-and write each number once; elsewhere torch's operations, block by block.
+Sweeps: on CUDA, products, projection and writing are Triton kernels (gac_kernels.py), which read
+and write each number once; elsewhere they are torch operations, block by block.
 
-Memory. On CUDA a stream of its own copies between device and host concurrently with the work that
-is running, after the work that made the source; elsewhere a copy is a copy, at once. Copies are
-made in the order they were started, so a copy that reads a place comes after the copy that writes
-it.
+Memory: on CUDA a separate stream copies between device and host concurrently with other work, after
+the work that produced the source; elsewhere copies are synchronous. Copies are made in the order in
+which they were started, so a copy that reads a buffer comes after the copy that writes it.
 """
 
 from __future__ import annotations
@@ -50,33 +49,33 @@ Wait = Callable[[], None]
 
 class ReferenceCopies(Protocol):
     def start(self, source: Tensor, target: Tensor) -> Wait:
-        """Begin target <- source (same shape and dtype). Return a function that holds back the
-        device's later work until the copy is done.
+        """Begin target <- source (same shape and dtype). Return a function that makes the device's
+        later work wait for the copy.
 
-        Neither tensor may be changed before; a device tensor that is dropped keeps its memory until
-        the copy is through.
+        Neither tensor may be changed before that; a device tensor that is dropped keeps its memory
+        until the copy is complete.
         """
         ...
 
     def finish(self) -> None:
-        """Wait until every copy started so far is done, so that this process may read host
+        """Wait until every copy started so far is complete, so that this process may read host
         memory."""
         ...
 
     def host_room(self, elements: int, dtype: ReferenceDtype) -> QuantizedTensors:
-        """The room that `room_for` gives, in host memory."""
+        """Return the tensors of `room_for`, in host memory."""
         ...
 
 
 class CudaCopies:
-    """Page-locked host memory and a stream of its own: the copy runs while the optimizer and the
-    next forward do."""
+    """Copies to page-locked host memory on a separate stream, concurrently with the optimizer and
+    the next forward pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def start(self, source: Tensor, target: Tensor) -> Wait:
-        # The copy starts after the work that made the source.
+        # The copy starts after the work that produced the source.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -84,9 +83,9 @@ class CudaCopies:
             done.record(self._stream)
         for tensor in (source, target):
             if tensor.is_cuda:
-                # The allocator must not reuse this memory before the copy is through.
+                # The allocator must not reuse this memory before the copy is complete.
                 tensor.record_stream(self._stream)
-        # Holds back the device only, never this thread.
+        # Only the device waits, never this thread.
         return lambda: torch.cuda.current_stream().wait_event(done)
 
     def finish(self) -> None:
@@ -97,12 +96,12 @@ class CudaCopies:
 
 
 def copies_for(device: torch.device) -> ReferenceCopies | None:
-    """Null where the device is the host."""
+    """Return the copies for `device`; null if the device is the host."""
     return CudaCopies(device) if device.type == "cuda" else None
 
 
 def kernels_for(device: torch.device, dtype: ReferenceDtype) -> Any:
-    """The module gac_kernels where it can run, else None. FP8 needs compute capability 8.9."""
+    """Return the module gac_kernels if it can run, else None. FP8 needs compute capability 8.9."""
     if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return None
     # Triton's e4m3 conversions need Ada or Hopper.
@@ -114,7 +113,7 @@ def kernels_for(device: torch.device, dtype: ReferenceDtype) -> Any:
 
 
 class BlockSweeps:
-    """The writing sweeps of gac_kernels in torch operations. They work on blocks that fit the
+    """The writing sweeps of gac_kernels in torch operations. They process blocks that fit the
     cache, so all operations on a block cost one transfer from memory."""
 
     @staticmethod
@@ -122,7 +121,7 @@ class BlockSweeps:
         for g, r in _blocks(gradient, written):
             # The raw values are needed after the gradient has changed.
             kept = g.clone() if raw else g
-            # In float32: of two bfloat16 tensors torch would round the product, too.
+            # In float32: with two bfloat16 tensors torch would round the product, too.
             g.add_(dequantize(r, g.shape), alpha=factor)
             write(kept, r)
 
@@ -136,17 +135,17 @@ def _blocks(
     gradient: Tensor, written: QuantizedTensors
 ) -> Iterator[tuple[Tensor, QuantizedTensors]]:
     size = block_elements(gradient.device)
-    # FP8 numbers are rows of BLOCK, and so are their scales.
+    # FP8 numbers are rows of BLOCK, with one row of scales for each.
     parts = [part.split(size // BLOCK if len(written) == 2 else size) for part in written]
     return zip(gradient.view(-1).split(size), zip(*parts, strict=True), strict=True)
 
 
 class GradientReference:
-    """Not initialised before the first `put`. device: the gradient's, whose shards have `shapes`.
-    copies: null keeps the reference where the gradient is.
+    """Reference gradient, not initialised before the first `put`. device: the gradient's, whose
+    shards have `shapes`. copies: null keeps the reference on the gradient's device.
 
-    A flat reference that torch's operations sweep on the gradient's own device has one block more
-    room than it needs: see `_slide`.
+    A flat reference that torch operations sweep on the gradient's own device has room for one
+    additional block: see `_slide`.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class GradientReference:
         self._copies = copies
         self._shapes = shapes
         self._kernels = kernels_for(device, dtype)
-        # FP8 has scales per block, which cannot move by one block.
+        # FP8 has scales per block, which cannot be shifted by one block.
         self._slides = self._kernels is None and copies is None and dtype != "fp8"
         sizes = [shape.numel() for shape in shapes]
         if self._slides:
@@ -176,7 +175,7 @@ class GradientReference:
             ]
 
     def put(self, gradients: Iterable[Tensor]) -> None:
-        """The reference becomes the gradients (finite, copied), one for each shard."""
+        """Make the gradients (finite, copied) the reference, one for each shard."""
         for index, gradient in enumerate(gradients):
             written = (
                 self._kept[index]
@@ -190,8 +189,8 @@ class GradientReference:
     def products(
         self, pairs: Iterable[tuple[Tensor, QuantizedTensors]], known: bool, device: torch.device
     ) -> Tensor:
-        """[3] float64: (<g, r>, |g|^2, |r|^2) over shards of a gradient and those of `written`;
-        known: |r|^2 is left at 0."""
+        """Return [3] float64: (<g, r>, |g|^2, |r|^2) over the shards of a gradient and those of
+        `written`. known: leave |r|^2 at 0."""
         if self._kernels is not None:
             totals = torch.zeros(3, dtype=torch.float64, device=device)
             for gradient, written in pairs:
@@ -210,8 +209,8 @@ class GradientReference:
         )
 
     def project(self, gradients: Sequence[Tensor], factor: float, *, raw: bool) -> None:
-        """gradient += factor reference, in place, and the reference becomes the gradient: as it was
-        (raw), or as it is then."""
+        """Compute gradient += factor reference, in place, and make the gradient before (raw) or
+        after this change the reference."""
         if raw and self._slides:
             self._slide(gradients, factor)
             return
@@ -220,9 +219,9 @@ class GradientReference:
             self._write_out(index, written)
 
     def _slide(self, gradients: Sequence[Tensor], factor: float) -> None:
-        """Each block of the raw gradient goes where the block of the reference was that the step
-        before has read, and which is still in the cache: nothing is set aside, and two operations
-        do it. The whole reference moves by one block, down and up again in turn."""
+        """Write each block of the raw gradient over the block of the reference that the previous
+        iteration has read, and which is still in the cache: no temporary copy is needed, and two
+        operations suffice. The whole reference shifts by one block, alternately down and up."""
         start = self._gap - self._start
         places = self._places(start)
         size = block_elements(self._device)
@@ -232,9 +231,9 @@ class GradientReference:
             for block in zip(*(x.view(-1).split(size) for x in (gradient, old, new)), strict=True)
         ]
         for g, old, new in blocks if start == 0 else reversed(blocks):
-            # Before the gradient changes: the reference is the raw one.
+            # Before the gradient changes, because the reference is the raw one.
             new.copy_(g)
-            # In float32: of two bfloat16 tensors torch would round the product, too.
+            # In float32: with two bfloat16 tensors torch would round the product, too.
             g.add_(old.float(), alpha=factor)
         self._kept, self._start = places, start
 
@@ -248,18 +247,18 @@ class GradientReference:
                 self._copies.start(part, host)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """float32 shards; with `fp32` kept on the device they are the reference itself, not
+        """Yield float32 shards; with `fp32` on the device they are the reference itself, not
         copies."""
         for written, shape in zip(self.written(), self._shapes, strict=True):
             yield dequantize(written, shape)
 
     def written(self) -> Iterator[QuantizedTensors]:
-        """Shards on the gradient's device, in the numbers they are kept in; the reference itself if
-        it is stored there."""
+        """Yield shards on the gradient's device, in their stored format; the reference itself if it
+        is stored there."""
         if self._copies is None:
             yield from self._kept
             return
-        # One shard is on its way while the one before it is used.
+        # One shard is being fetched while the one before it is used.
         ahead = self._fetch(0) if self._kept else None
         for index in range(len(self._kept)):
             assert ahead is not None
@@ -280,13 +279,14 @@ class GradientReference:
         ]
 
     def on_device(self) -> list[Tensor]:
-        """The tensors that hold it, if they are on the gradient's device."""
+        """Tensors that hold the reference, if they are on the gradient's device."""
         return [] if self._copies is not None else [part for kept in self._kept for part in kept]
 
     def shards(self) -> list[Tensor]:
-        """float32 shards, all at once and in the memory they are kept in: for a checkpoint."""
+        """Return float32 shards, all at once and in the memory where they are kept, for a
+        checkpoint."""
         if self._copies is not None:
-            # Host memory is read by this process, which no device event holds back.
+            # This process reads host memory, which no device event protects.
             self._copies.finish()
         return [
             dequantize(written, shape)

@@ -1,2 +1,2 @@
 """Flow of samples: the staleness law, and the controller that admits, orders and hands out groups.
-Imports no torch."""
+This package imports no torch."""

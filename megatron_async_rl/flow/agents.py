@@ -1,4 +1,4 @@
-"""Agents that bring weights to memory other than rank 0's: their processes and calls.
+"""Agents that copy weights to memory other than rank 0's: their processes and calls.
 
     relay        server on rank 0's machine ==TCP==> RelayActor, one per machine (weights/relay.py)
     collective   controller --receive--> engine: its workers wait for the version
@@ -6,12 +6,12 @@
 
 Invariants:
 - an exception that a call raised in an agent is raised here with its own type;
-- an agent that did not start leaves nothing running; a new agent removes what a killed one left in
-  its machine's memory;
+- an agent that fails to start leaves nothing running; a new agent removes the copies that a killed
+  one left in its machine's memory;
 - the sender closes its end of a lost communicator, and that engine's workers then close theirs;
   other communicators are not affected;
-- the sender has its own process: it loads torch, and on a GPU uses memory of rank 0's device. A
-  sender that has died or does not answer is replaced when the next communicator starts.
+- the sender has its own process, because it loads torch and, on a GPU, uses memory of rank 0's
+  device. A sender that has died or does not answer is replaced when the next communicator starts.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any, Protocol
 from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import (
+from megatron_async_rl.watchdog.logs import redirect_output
+from megatron_async_rl.watchdog.run_folder import SHARED_MEMORY, remove_stale
+from megatron_async_rl.watchdog.watch import (
     ProcessDied,
     answer_of,
     await_named,
     name_this_process,
 )
-from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.weights.manifest import Manifest, Meeting, StagedCopy, WeightUpdate
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer
-from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Relay(Protocol):
 
     async def fetch(self, version: int, manifest: Manifest) -> StagedCopy: ...
     async def alive(self) -> None:
-        """Answers at once."""
+        """Return at once: a call shows that the agent answers."""
 
     async def close(self) -> None: ...
     def kill(self) -> None: ...
@@ -78,7 +78,7 @@ class RelayActor:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         name_this_process(spec.name)
         watch.join(spec.name)
-        # Copies of a killed agent: its locks went with it, its files did not.
+        # Copies of a killed agent: its locks ended with it, but its files remain.
         remove_stale(SHARED_MEMORY)
         # Imported here: it loads torch, which the controller must not.
         from megatron_async_rl.weights.relay import WeightAgent
@@ -94,7 +94,7 @@ class RelayActor:
             return await asyncio.to_thread(self._agent.fetch, version, manifest)
 
     async def alive(self) -> None:
-        """Answers at once."""
+        """Return at once: a call shows that the agent answers."""
 
     async def close(self) -> None:
         self._agent.close()
@@ -136,14 +136,14 @@ async def start_relay(spec: RelaySpec, address: Address) -> Relay:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    # Not soft: on another machine it would fill memory that no engine reads.
+    # Not soft: on another machine the agent would fill memory that no engine reads.
     there = NodeAffinitySchedulingStrategy(spec.machine, soft=False)
     remote_class = ray.remote(num_cpus=0, max_restarts=0)(RelayActor)
     relay = RemoteRelay(remote_class.options(scheduling_strategy=there).remote(spec, address))
     try:
         await relay.look()
     except BaseException:
-        # Cancelled calls included: only this function has the handle.
+        # Cancelled calls included, because only this function has the handle.
         relay.kill()
         raise
     return relay
@@ -175,7 +175,7 @@ class SenderActor:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         name_this_process(NAME)
         watch.join(NAME)
-        if gpu is not None:  # Ray has given it none
+        if gpu is not None:  # Ray has assigned it none
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         # After the variable is set, which CUDA reads once.
         import torch
@@ -194,7 +194,7 @@ class SenderActor:
             return await asyncio.to_thread(self._sender.send, meeting, version, manifest)
 
     async def alive(self) -> None:
-        """Answers at once."""
+        """Return at once: a call shows that the sender answers."""
 
     async def close(self, meeting: Meeting) -> None:
         await asyncio.to_thread(self._sender.close, meeting)
@@ -212,12 +212,12 @@ class EngineCommunicator:
     """Version that arrived last."""
 
     async def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
-        # Only begins to receive: the call returns before any bytes arrive.
+        # The engine only begins to receive: the call returns before any bytes arrive.
         await self.engine.receive(
             WeightUpdate(meeting=self.meeting, version=version, manifest=manifest, kept=self.held)
         )
         copy: StagedCopy = await answer_of(self.sender.send.remote(self.meeting, version, manifest))
-        # Only once it is whole: the next version goes into the other slot.
+        # Only once the version is whole: the next one is written to the other slot.
         self.held = version
         return copy
 
@@ -228,7 +228,7 @@ class EngineCommunicator:
         await answer_of(self.sender.close.remote(self.meeting))
 
     def kill(self) -> None:
-        # Only this communicator: the sender serves other engines, too.
+        # Close only this communicator: the sender serves other engines, too.
         self.sender.close.remote(self.meeting)
 
 
@@ -252,8 +252,8 @@ class Communicators:
 
     async def launch(self, spec: RelaySpec) -> Relay:
         """Return a communicator to the engine of `spec`. Raises ProcessDied if the sender dies, and
-        RuntimeError if this machine cannot be reached or the engine is gone. A cancelled call
-        leaves no port open."""
+        RuntimeError if this machine cannot be reached or the engine no longer exists. A cancelled
+        call leaves no port open."""
         sender = await self._running_sender()
         slot = next((one for one in self._engines() if one.machine == spec.machine), None)
         if slot is None or slot.engine is None:
@@ -289,8 +289,8 @@ class Communicators:
             if self._sender is None:
                 sender = self._start()
                 try:
-                    # It loads torch first: that may take as long as a start, and longer than an
-                    # answer.
+                    # The sender loads torch first, which may take as long as a start and longer
+                    # than an answer.
                     await answer_of(sender.alive.remote())
                 except BaseException:
                     _kill(sender)
@@ -303,7 +303,7 @@ class Communicators:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        # Ray must not restart it: a new sender has no communicators, and agents must notice.
+        # Ray must not restart it: a new sender has no communicators, so agents must notice.
         remote_class = ray.remote(num_cpus=0, max_restarts=0)(SenderActor)
         host = ray.util.get_node_ip_address()
         return remote_class.options(scheduling_strategy=here).remote(

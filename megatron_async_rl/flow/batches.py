@@ -1,10 +1,10 @@
 """Sources of rank 0's batches: the controller and its engines, or given responses.
 
 Both keep one contract with the loop:
-- `state()` is called only when every batch that was handed out has trained; it belongs into a
+- `state()` is called only when every batch that was handed out has trained; its result belongs in a
   checkpoint with the weights of that version;
-- `next_batch(version)` returns None once `RUN/stop` exists and no batch is taken: a batch that is
-  taken is handed out, and trains.
+- `next_batch(version)` returns None only if `RUN/stop` exists and the controller has not taken the
+  next batch: a batch that was taken is handed out and trains.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokeniz
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import ray_get
+from megatron_async_rl.watchdog.watch import ray_get
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
 
 DAY_S = 86400.0
-"""Time limit of calls that the controller watches itself: it fails a batch, a sleep or an
-evaluation that makes no progress."""
+"""Time limit of calls whose progress the controller watches itself: it fails a batch, a sleep or an
+evaluation that makes none."""
 
 
 class BatchSource(Protocol):
@@ -68,7 +68,7 @@ class BatchSource(Protocol):
 
 
 class RolloutBatches:
-    """Batches of the controller and its engines, and rank 0's other requests to these."""
+    """Batches of the controller and its engines, and rank 0's other requests to the controller."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RolloutBatches:
         self._released: Any = None
         """Answered once no engine reads a version before the one staged last."""
         self._buffer_request: Any = None
-        """Answered with what the ranks are to do next."""
+        """Answered with the ranks' next task."""
         self._buffer_filled: BucketRef | None = None
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
@@ -100,7 +100,7 @@ class RolloutBatches:
         )
 
         if position is not None:
-            # The controller does it again, after engines have started.
+            # The controller repeats this after the engines have started.
             # Refuses a position that does not fit the data before any engine starts.
             source.load_state(position.state["source"])
         held_out = [DataIdentity.of(one.prompts) for one in spec.held_out]
@@ -127,15 +127,15 @@ class RolloutBatches:
             raise
 
     def next_batch(self, version: int) -> Handout | None:
-        # The controller has a deadline, from the newest response on, and knows what is missing;
-        # here it only has to be there.
+        # The controller has its own deadline, counted from the newest response, and knows what is
+        # missing; this call only needs the controller to be alive.
         pending = self._controller.next_batch.remote(version)
         handout: Handout | None = ray_get(pending, f"the batch for version {version}", DAY_S)
         return handout
 
     def sleep(self) -> None:
-        """Wait until colocated engines have released their memory, which they acquire again with
-        the next version."""
+        """Wait until colocated engines have released their memory. They acquire it again with the
+        next version."""
         ray_get(self._controller.sleep.remote(), "the engines to sleep", DAY_S)
 
     def until_loaded(self, version: int) -> None:
@@ -167,7 +167,7 @@ class RolloutBatches:
     def until_released(self, version: int) -> None:
         """Wait until no engine reads the weights that `version` will overwrite."""
         if self._released is not None:
-            # Each engine's load ends within the same time, and began before this wait; the other
+            # Each engine's load began before this wait and has the same time limit; the other
             # ranks wait for it in a collective with a longer deadline.
             name = f"engines to be done with version {version - 2} before {version} takes its place"
             ray_get(self._released, name, self._timeout_s)
@@ -186,8 +186,8 @@ class RolloutBatches:
             self._take_result(wait=True)
 
     def evaluated(self, *, wait: bool = False) -> list[EvalResult]:
-        """Return the results since the last call. With `wait`, wait for the evaluation that is
-        running."""
+        """Return the results since the last call. With `wait`, wait for the running evaluation
+        first."""
         self._take_result(wait=wait)
         results, self._results = self._results, []
         return results

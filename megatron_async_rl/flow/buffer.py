@@ -1,20 +1,20 @@
-"""Groups that wait between a prompt and its batch: as a checkpoint holds them, what a resumed run
-may continue with, and the file.
+"""Groups between admission and their batch: the content of a checkpoint, the part that a resumed
+run may use, and the file format.
 
-    samples     one row each, by columns.SCHEMA, group by group, then the replay store's; the
-                schema's metadata has `about`: JSON with the groups, each prompt once
+    samples     one row each, by columns.SCHEMA, group by group, then the replay store's; `about` in
+                the schema's metadata: JSON with the groups, each prompt once
     beginnings  one row for each partial response (PARTIALS), in the order of `about`
-    check sum   CRC-32 of all before it, 4 bytes
+    checksum    CRC-32 of all bytes before it, 4 bytes
 
 Invariants:
-- a buffer shows one moment: nothing in it was consumed, and it shares no container with the
+- a buffer is a snapshot: no group in it was consumed, and it shares no container with the
   scheduler;
-- what a run takes up keeps the law (staleness.py): budget and plan hold with it, and every deadline
-  follows from the group's own version;
-- with `exact_lag` a run takes up everything or nothing: with a part of it, the others would train
+- the groups that a run restores obey the law (staleness.py): budget and plan hold with them, and
+  every deadline follows from the group's own version;
+- with `exact_lag` a run restores every group or none: if it restored a part, the others would train
   at another lag;
-- `read_buffer` inverts `buffer_bytes`, arrays to dtype and value, numbers to the last bit, and runs
-  no code. A file from before samples had routed experts is read as a file without any.
+- `read_buffer` inverts `buffer_bytes`: it restores the dtype and value of arrays and every bit of
+  numbers, and runs no code. In a file older than routed experts, samples have none.
 """
 
 from __future__ import annotations
@@ -40,19 +40,10 @@ from megatron_async_rl.samples.columns import (
     rows_of_lists,
     with_experts,
 )
-from megatron_async_rl.samples.rows import SampleRow, TrainBatch, gathered, rows_of
+from megatron_async_rl.samples.rows import SampleGroup, SampleRow, TrainBatch, gathered, rows_of
 from megatron_async_rl.samples.types import PartialResponse, Prompt, Request
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class SampleGroup:
-    """Finished responses to one prompt. `index`: order of admission, from 0 over the whole run."""
-
-    index: int
-    prompt: Prompt
-    samples: tuple[SampleRow, ...]
 
 
 @dataclass(eq=False)
@@ -85,32 +76,32 @@ class Buffer:
 
     groups: tuple[GroupState, ...] = ()
     stored: tuple[tuple[Prompt, tuple[SampleRow, ...]], ...] = ()
-    """Content of the replay store: responses of each prompt, oldest first."""
+    """Content of the replay store: responses to each prompt, oldest first."""
     equal: tuple[int, int] = (0, 0)
     """Groups that dynamic sampling has kept and dropped (group_table.py)."""
     first_versions: tuple[int, ...] = ()
-    """Versions under which `exact_lag` admits groups with less lag, because too little was there
-    before; empty with other selections."""
+    """Versions under which `exact_lag` admits groups with less lag, because too few groups were
+    waiting before; empty with other selections."""
 
 
 EMPTY = Buffer()
 
 
 def snapshot(entry: GroupState) -> GroupState:
-    """Return a copy of a group that waits."""
-    # Copies: the scheduler changes the originals while these are written to disk.
+    """Return a copy of a waiting group."""
+    # Copies: the scheduler changes the originals while the copies are written to disk.
     return replace(entry, open=dict(entry.open), samples=list(entry.samples))
 
 
 def restorable(
     buffer: Buffer, flow: FlowConfig, *, version: int, limit: int, fresh_steps: int, oldest: int
 ) -> Buffer:
-    """Return the part of `buffer` with which a run that begins at `version` continues, most urgent
-    groups first. The others' prompts are requested again.
+    """Return the part of `buffer` that a run from `version` on continues with, most urgent groups
+    first. Prompts of the other groups are requested again.
 
     `limit`: largest number of groups. `oldest`: oldest version whose tokens may train.
     """
-    # By the present settings: the checkpoint may have had another async_ratio.
+    # By the present settings, because the checkpoint may have had another async_ratio.
     due_now = [
         replace(one, deadline=deadline(one.version, flow.async_ratio, fresh_steps))
         for one in buffer.groups
@@ -146,8 +137,8 @@ def _within_the_law(
 ) -> list[GroupState]:
     taken: list[GroupState] = []
     for group in sorted(groups, key=lambda group: (group.deadline, group.index)):
-        # All that are taken have a deadline no later, so that this one decides whether the plan is
-        # feasible (staleness.is_feasible).
+        # Every group accepted so far has this deadline or an earlier one, so this deadline decides
+        # whether the plan is feasible (staleness.is_feasible).
         places = min(limit, (group.deadline - version + 1) * flow.prompts_per_step)
         if (
             len(taken) < places
@@ -166,8 +157,8 @@ def _fits(group: GroupState, size: int) -> bool:
 
 
 def _versions(group: GroupState, now: int) -> set[int]:
-    """Return the versions of each response's first and last token. A request that is open samples
-    with `now`."""
+    """Return the versions of each response's first and last token. An open request samples with
+    `now`."""
     begun = [request.prefix for request in group.open.values() if request.prefix is not None]
     return {
         *(version for one in group.samples for version in (one.start_version, one.last_version)),
@@ -194,10 +185,10 @@ def train_batch(groups: Sequence[SampleGroup], version: int) -> TrainBatch:
 
 BUFFER_FILE = "buffer.arrow"
 EARLIER_BUFFER_FILE = "buffer.npz"
-"""Name of the file before samples were columns; it cannot be read any more."""
+"""Name of the file before samples were columns. It can no longer be read."""
 CHECK_SUM_BYTES = 4
 ROWS = 1024
-"""Limit for a record batch: a row that waits longer than the others keeps all of its batch."""
+"""Limit for a record batch: one row that waits long keeps its whole batch in memory."""
 
 PARTIALS = pa.schema(
     [
@@ -260,7 +251,7 @@ def buffer_bytes(buffer: Buffer) -> bytes:
         for values in ([getattr(one, field.name) for one in partials],)
     ]
     sink = pa.BufferOutputStream()
-    # Compressed: the samples of a group have their prompt each.
+    # Compressed, because each sample of a group repeats the prompt.
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     schema = SCHEMA.with_metadata({"about": json.dumps(about)})
     with pa.ipc.new_stream(sink, schema, options=options) as stream:
@@ -269,7 +260,7 @@ def buffer_bytes(buffer: Buffer) -> bytes:
     with pa.ipc.new_stream(sink, PARTIALS, options=options) as stream:
         stream.write_batch(pa.RecordBatch.from_arrays(beginnings, schema=PARTIALS))
     content = sink.getvalue().to_pybytes()
-    # At the end: a file that was cut off fails the check.
+    # At the end, so that a truncated file fails the check.
     return content + zlib.crc32(content).to_bytes(CHECK_SUM_BYTES)
 
 
@@ -280,9 +271,9 @@ def read_buffer(content: bytes) -> Buffer:
         if zlib.crc32(whole) != int.from_bytes(check_sum):
             raise ValueError("its check sum does not hold")
         source = pa.BufferReader(whole)
-        # Each to its end, where the next one begins.
+        # Each stream is read to its end, where the next one begins.
         samples = pa.ipc.open_stream(source)
-        # Compares columns alone: the metadata differs in every file.
+        # Compare columns alone: the metadata differs in every file.
         if not any(samples.schema.equals(known) for known in (SCHEMA, LOGGED)):
             raise ValueError("its columns are others than a sample's")
         batches = list(samples)
@@ -322,7 +313,7 @@ def _buffer(
         (prompts[one["prompt"]], tuple(next(rows) for _ in range(one["samples"])))
         for one in about["stored"]
     )
-    # Rows without an owner: `about` belongs to other data.
+    # Rows without an owner mean that `about` belongs to other data.
     if next(rows, None) is not None or next(beginnings, None) is not None:
         raise ValueError("it holds more samples than its groups have")
     return Buffer(
@@ -385,7 +376,7 @@ def prompt_fields(prompt: Prompt) -> dict[str, Any]:
 
 
 def prompt_of(given: Mapping[str, Any]) -> Prompt:
-    """Return the prompt that `prompt_fields` was given."""
+    """Return the prompt that was passed to `prompt_fields`."""
     return Prompt(
         id=given["id"],
         text=given["text"],

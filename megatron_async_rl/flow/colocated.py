@@ -1,22 +1,23 @@
-"""Devices that engines and policy share: their phases in order (`DevicePhases`), and the buckets of
-a version that the ranks fill on demand (`IpcBucketQueue`).
+"""Devices that engines and policy share: the order of their phases (`DevicePhases`), and the
+buckets of a version that the ranks fill on demand (`IpcBucketQueue`).
 
              engines sleep,              policy releases             weights are staged; each engine
              policy restores             its training state          wakes its weights, loads, is
                                                                      verified, wakes its cache
     generate ---------------> train ----------------------> publish -------------------> generate
 
-Policy and engines go through one order, each through its own steps of it (`by`): the policy waits
-for the engines' sleep, and what it stages is what an engine waits for. Where engines have devices
-of their own the phases are the trainer's alone, and nothing has to make room.
+Policy and engines follow the same order, and each takes its own steps of it (`by`): the policy
+waits for the engines to sleep, and an engine waits for the weights that the policy stages. If
+engines have devices of their own, only the trainer has phases, and no memory is released.
 
 Invariants:
-- a step is taken only after the one before it was, and none is left out; after a failed step none
-  is taken;
-- nothing here waits, and nothing knows what a step does;
+- a step is taken only after the step before it, and no step is left out; after a failed step no
+  other is taken;
+- nothing here waits or depends on what a step does;
 - an error that leaves a step names phase and step, in a note that `watchdog.events` shows;
-- a place of an on-demand version is filled only while no engine reads it. Engines that are behind
-  are waited for, so each bucket is filled once for all that load; a lost engine is not.
+- a bucket's memory is overwritten only while no engine reads it. The queue waits for engines that
+  are behind, so each bucket is filled once for all engines that load; it does not wait for a lost
+  engine.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ TO: dict[Phase, tuple[PhaseStep, ...]] = {
         PhaseStep("wake cache", "engine", "generate"),
     ),
 }
-"""Steps that lead to a phase from the one before it, in order. Weights are staged, in host memory
-or where the policy has them, before an engine wakes, so that a device never holds three copies of
+"""Steps that lead to a phase from the one before it, in order. Weights are staged in host memory,
+or where the policy holds them, before an engine wakes, so that a device never holds three copies of
 them."""
 PHASES = tuple(TO)
 """Phases in the order in which they follow each other; the first follows the last."""
@@ -68,7 +69,7 @@ class PhaseOrderError(RuntimeError):
 
 
 class DevicePhases:
-    """The order as one party goes through it:
+    """One party's position in the order:
 
         with devices.phase("train"):
             with devices.step("sleep"):
@@ -76,14 +77,14 @@ class DevicePhases:
             with devices.step("restore"):
                 ...
 
-    at: the phase at first.
+    at: the initial phase.
     """
 
     def __init__(self, by: StepParty, at: Phase) -> None:
         self._by = by
         self._at = at
         self._left: list[PhaseStep] = []
-        """Steps of the party that are still to be taken to the next phase."""
+        """Remaining steps of the party before the next phase."""
         self._step: PhaseStep | None = None
 
     @property
@@ -93,11 +94,11 @@ class DevicePhases:
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Go to `phase`: the block takes the party's own steps to it, in order, and after it the
-        party is in that phase. Raises PhaseOrderError where another phase is next, or where the
-        block leaves out a step."""
+        """Go to `phase`. The block takes the party's own steps to it, in order; afterwards the
+        party is in that phase. Raises PhaseOrderError if another phase is next, or if the block
+        leaves out a step."""
         following = PHASES[(PHASES.index(self._at) + 1) % len(PHASES)]
-        # Steps are left after a block that raised: the devices are in no phase, and stay so.
+        # After a block that raised, steps remain: the devices are in no phase from then on.
         if self._left or self._step is not None or phase != following:
             step = "" if self._step is None else f" and step {self._step.name}"
             raise PhaseOrderError(
@@ -111,11 +112,11 @@ class DevicePhases:
 
     @contextmanager
     def step(self, name: PhaseStepName) -> Iterator[None]:
-        """Take the next step. Raises PhaseOrderError where it is another one."""
+        """Take the next step. Raises PhaseOrderError if another step is next."""
         if self._step is not None or not self._left or self._left[0].name != name:
             following = self._left[0].name if self._left else "no step"
             raise PhaseOrderError(f"step {name} was taken in phase {self._at} before {following}")
-        # Taken off before it runs: a failed step is not repeated.
+        # Removed before it runs, so a failed step is not repeated.
         self._step = step = self._left.pop(0)
         try:
             yield
@@ -128,7 +129,7 @@ class DevicePhases:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferRequest:
-    """Request to all ranks: put bucket `number` of a version into a place, or, with null, release
+    """Request to all ranks: fill a place with bucket `number` of a version, or, with null, release
     the memory of all places."""
 
     version: int
@@ -137,8 +138,8 @@ class BufferRequest:
 
 
 class IpcBucketQueue:
-    """Requests for the buckets of one version. An engine requests a bucket, reads it once it is in
-    a place, and then requests the next."""
+    """Requests for the buckets of one version. An engine requests a bucket, reads it once it is
+    filled, and then requests the next."""
 
     def __init__(self, version: int, count: int) -> None:
         self.version = version
@@ -148,7 +149,7 @@ class IpcBucketQueue:
         """Bucket by engine."""
         self._there: list[int | None] = [None] * IN_FLIGHT
         self._refs: dict[int, BucketRef] = {}
-        """Buckets that are there, by their numbers."""
+        """Filled buckets by number."""
         self._filling: BufferRequest | None = None
         self._taken = False
         """True while the ranks hold memory for places."""
@@ -158,7 +159,7 @@ class IpcBucketQueue:
 
     def take(self, engine: int) -> BucketRef | None:
         """Return the bucket that the engine requested and reads from now on; None until it is
-        there."""
+        filled."""
         ref = self._refs.get(self._requested[engine])
         if ref is not None:
             self._reads[engine] = self._requested.pop(engine)
@@ -188,7 +189,7 @@ class IpcBucketQueue:
         if not free or not missing:
             return None
         place, number = free[0], min(missing)
-        # An engine that requests the replaced bucket later waits until it is filled again.
+        # An engine that requests the replaced bucket later waits until the ranks fill it again.
         gone = self._there[place]
         if gone is not None:
             del self._refs[gone]
@@ -197,7 +198,7 @@ class IpcBucketQueue:
         return self._filling
 
     def buffer_filled(self, ref: BucketRef | None) -> None:
-        """Record the ranks' answer to the last request; `ref`: where they put the bucket."""
+        """Record the ranks' answer to the last request. `ref`: location of the bucket."""
         fill, self._filling = self._filling, None
         if fill is not None and fill.number is not None and ref is not None:
             self._there[fill.place] = fill.number

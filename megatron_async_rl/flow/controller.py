@@ -10,21 +10,21 @@
                     fleet: lanes -----> one task per engine: start, load, verify, serve, restart
                     relays -----------> one task per other machine with engines: copy the weights
 
-Each part waits for one thing only. The scheduler waits for nothing: it is called. A lane waits for
-an engine with room that holds its version, an engine's task for a report or for its turn to load,
-and rank 0 for a batch. Samples unblock `next_batch`, a newer version in an engine unblocks
-admission, and `staged` unblocks the engines' updates.
+Each part waits for one thing only. The scheduler is called and waits for nothing. A lane waits for
+an engine that has room and holds its version. An engine's task waits for a report or for its turn
+to load, and rank 0 waits for a batch. Samples unblock `next_batch`, a newer version in an engine
+unblocks admission, and `staged` unblocks the engines' updates.
 
 Invariants:
-- the scheduler alone decides (scheduler.py); the fleet knows the engines and what each holds
-  (fleet.py), and its requests know what each works on; the controller connects them;
-- `on_sample` is the only place that takes in a sample. With a reward per group, the sample is
-  logged and its group finished once the reward is there (`_score`);
+- only the scheduler makes decisions (scheduler.py); the fleet tracks the engines and their versions
+  (fleet.py), and its requests track the work of each engine; the controller connects them;
+- `on_sample` is the only place that accepts a sample. With a reward per group, the sample is logged
+  and its group finished once the reward has arrived (`_score`);
 - `state()` holds the prompts that are admitted and not consumed, and the responses so far. A resume
-  continues with them and requests the rest again: nothing is lost, and nothing made twice;
-- an error that nothing can repair (no engine left, a reward that must not fail, wrong weights) ends
-  the call that waits, or the next one, with its cause;
-- held-out evaluation uses the same fleet, and neither the source nor the scheduler.
+  continues with them and requests the rest again: nothing is lost, and nothing is sampled twice;
+- an unrecoverable error (no engine left, a reward that must not fail, wrong weights) fails the
+  waiting call, or the next one, with its cause;
+- held-out evaluation uses the same fleet, but neither the source nor the scheduler.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from typing import Any
 
 from megatron_async_rl.flow.buffer import (
     EMPTY,
-    SampleGroup,
     buffer_bytes,
     prompt_fields,
     prompt_of,
@@ -65,19 +64,19 @@ from megatron_async_rl.flow.errors import (
 )
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
 from megatron_async_rl.flow.fleet import Fleet
-from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.flow.router import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.summary import Ages, FlowCounts, describe_flow, summarise_dropped
 from megatron_async_rl.rollout.engine_process import start_engine
-from megatron_async_rl.samples.rows import SampleRow, TrainBatch
+from megatron_async_rl.rollout.scoring import GroupRewards
+from megatron_async_rl.samples.rows import SampleGroup, SampleRow, TrainBatch
 from megatron_async_rl.samples.types import Aborted, Request
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import cancel_all, name_this_process
 from megatron_async_rl.watchdog.events import note
 from megatron_async_rl.watchdog.logs import log_package_to
 from megatron_async_rl.watchdog.processes import collect_rarely
+from megatron_async_rl.watchdog.watch import cancel_all, name_this_process
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
 
 log = logging.getLogger(__name__)
@@ -157,15 +156,15 @@ class Controller(Listener):
     # Weights
 
     async def staged(self, version: int, manifest: Manifest) -> None:
-        """Let engines load `version`, each in its turn. Return when no engine and no relay reads an
-        older version any more."""
+        """Let engines load `version`, each in its turn. Return when neither an engine nor a relay
+        reads an older version."""
         self._require_no_failure()
-        # No await before the next line: agents can send whatever an engine may request.
+        # No await before the next line: agents can send any version that an engine may request.
         self._relays.stage(version, manifest)
         self._fleet.updates.stage(version, manifest)
         with watch.doing("wait", f"engines and relays to be done with versions before {version}"):
             await self._fleet.updates.until_released(version)
-        # Only now: an agent may have been reading an older version until here.
+        # Not earlier: until here an agent may have been reading an older version.
         self._relays.release(version)
         self._require_no_failure()
 
@@ -178,8 +177,8 @@ class Controller(Listener):
         self._require_no_failure()
 
     async def next_buffer_request(self, done: BucketRef | None) -> BufferRequest:
-        """Return the ranks' next request about the buckets of an on-demand version; `done`: where
-        they put the requested bucket."""
+        """Return the ranks' next request about the buckets of an on-demand version. `done`:
+        location of the bucket that was requested last."""
         return await self._fleet.updates.next_buffer_request(done)
 
     def on_version(self, version: int) -> None:
@@ -193,7 +192,7 @@ class Controller(Listener):
         self._progress.set()
 
     def _begin_flow(self, version: int) -> None:
-        """Continue with what an earlier start of the run had not consumed."""
+        """Continue with the groups that an earlier start of the run had not consumed."""
         pending = [
             (int(index), prompt_of(fields)) for index, fields in self._resumed.get("pending", [])
         ]
@@ -215,19 +214,19 @@ class Controller(Listener):
         for index, _ in self._scheduler.running():
             self._ages.begin(index)
             self._score(index)
-        # Under the version of their admission, which their deadline follows from.
+        # Under the version of their admission, from which their deadline follows.
         for request, admitted_under in again:
             self._fleet.requests.put([request], admitted_under)
 
     # Batches
 
     async def next_batch(self, version: int) -> Handout | None:
-        """Return the batch that trains `version`; engines may still hold older versions. None once
-        the user requested the run to stop: only batches taken before may train.
+        """Return the batch that trains `version`; engines may still hold older versions. Return
+        None once the user has requested the run to stop, unless the batch was taken before.
 
-        Raises what ended the flow at once; BatchTimeout after `timeout_s` seconds in which no
-        response grew; RewardFailed if every reward of the batch failed; StalenessViolated if a
-        sample breaks the law.
+        Raises the error that ended the flow at once; BatchTimeout after `timeout_s` seconds in
+        which no response grew; RewardFailed if every reward of the batch failed; StalenessViolated
+        if a sample breaks the law.
         """
         with watch.doing("wait", f"responses for the batch of version {version}"):
             batch = await self._take(version)
@@ -243,8 +242,8 @@ class Controller(Listener):
         return Handout(batch=batch, metrics=metrics)
 
     async def sleep(self) -> None:
-        """Put colocated engines to sleep until they get the weights that the batch makes. Return
-        when all have released their memory; an engine that does not is lost. Raises
+        """Put colocated engines to sleep until they load the weights that this batch makes. Return
+        when all have released their memory; an engine that fails to do so is lost. Raises
         DeadlineExceeded if one starts or loads for too long."""
         await self._fleet.sleep(max(self._spec.timeout_s, self._spec.start_timeout_s))
         self._require_no_failure()
@@ -252,7 +251,7 @@ class Controller(Listener):
     async def _take(self, version: int) -> TrainBatch | None:
         waited_from = time.monotonic()
         while True:
-            # Before a batch is taken: a batch that is handed out trains.
+            # Checked before a batch is taken: a batch that is taken trains.
             if self._stop_asked():
                 return None
             self._require_no_failure()
@@ -262,7 +261,7 @@ class Controller(Listener):
                     return self._batch(groups, version)
             # No await since `take` failed, so no event is lost.
             self._progress.clear()
-            # From the newest sign of life: a response that grows is not late.
+            # Counted from the newest sign of life: a growing response is not late.
             left = (
                 max(waited_from, self._fleet.requests.moved_at, self._rewards.moved_at)
                 + self._spec.timeout_s
@@ -275,7 +274,7 @@ class Controller(Listener):
 
     def _batch(self, groups: Sequence[SampleGroup], version: int) -> TrainBatch:
         samples = [sample for group in groups for sample in group.samples]
-        # Before the log counts them as trained.
+        # Before the log counts the samples as trained.
         require_a_reward(samples, version + 1)
         self._sample_log.trained([group.index for group in groups], samples, version + 1)
         return train_batch(groups, version)
@@ -319,13 +318,13 @@ class Controller(Listener):
             self._rewards.begin(group, self._on_scored, self.on_error)
 
     def _on_scored(self, group: SampleGroup, samples: Sequence[SampleRow]) -> None:
-        """Take in the rewards of a group, which may have been dropped meanwhile."""
+        """Accept the rewards of a group, which may have been dropped meanwhile."""
         failed_before = {one.id for one in group.samples if not one.valid}
         failed = [one for one in samples if not one.valid and one.id not in failed_before]
         self._counts.responses["reward_errors"] += len(failed)
         for sample in failed:
             self._on_failed_reward(sample)
-        # None: it was dropped meanwhile, and the drop has logged its samples.
+        # None: the group was dropped meanwhile, and the drop has logged its samples.
         if self._scheduler.unscored(group.index) is not None:
             for sample in samples:
                 self._sample_log.finished(sample)
@@ -361,7 +360,7 @@ class Controller(Listener):
         self._go_on()
 
     def on_error(self, error: BaseException) -> None:
-        """Record what ends the run. The first error counts; the others follow from it."""
+        """Record the error that ends the run. The first error counts; the others follow from it."""
         if self._failure is None:
             log.error("%s", error)
             self._failure = error
@@ -406,10 +405,11 @@ class Controller(Listener):
 
     async def evaluate(self, version: int) -> EvalResult | None:
         """Return the result of the held-out prompts, sampled as in training by engines that hold
-        `version`, the version staged last; separate evaluation engines load it for that. One
-        evaluation runs at a time.
+        `version`, the version staged last; separate evaluation engines load it first. Evaluations
+        run one at a time.
 
-        None if it failed and training continues without it; the reason is noted.
+        Return None if the evaluation failed and training continues without it; the reason is
+        noted.
         """
         self._require_no_failure()
         fleet = self._fleet
@@ -441,7 +441,7 @@ class Controller(Listener):
         return self._fleet.add(self._spec.engines[0])
 
     async def remove_engine(self, index: int) -> None:
-        """Remove an engine; its requests continue on others. Raises ValueError if it is not there
+        """Remove an engine; its requests continue on others. Raises ValueError if it does not exist
         or no other engine serves."""
         await self._fleet.remove(index, self._spec.timeout_s)
 
@@ -449,10 +449,10 @@ class Controller(Listener):
 
     async def state(self) -> DataState:
         """Return the position at one moment; reports of engines arrive while it is written."""
-        # Both before the first await: they show one moment.
+        # Both before the first await, so that they show the same moment.
         state, began = self._state(), self._scheduler.version is not None
         buffer = self._scheduler.buffer() if began else self._left_behind
-        # In a thread: the loop must take reports of engines while the disk is slow.
+        # In a thread: the event loop must process engine reports while the disk is slow.
         await asyncio.to_thread(self._sample_log.flush)
         log = self._sample_log.mark
         if log is not None:
@@ -485,7 +485,7 @@ class Controller(Listener):
         )
 
     async def close(self) -> None:
-        """End the engines, the relays and the sample log. `state()` still has their open
+        """End the engines, the relays and the sample log. `state()` still returns the engines' open
         requests."""
         # First: a late reward must not reach a fleet that has ended.
         self._rewards.close()

@@ -1,5 +1,5 @@
-"""Things that rank 0 and the controller hand each other: the controller's settings, where the data
-stands, and a batch. Plain data, which crosses processes.
+"""Plain data that rank 0 and the controller exchange across processes: the controller's settings,
+the position of the data, and a batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.summary import MetricValue
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.log_mark import LogMark
+from megatron_async_rl.samples.frames import LogMark
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt
 
@@ -34,7 +34,7 @@ class DataState:
     """Position of the data for a checkpoint. `state`: plain JSON. `buffer`: the waiting groups
     (flow/buffer.py); null for supervised runs. `oldest`: the oldest version whose tokens
     may train after a resume. `data`: digests of the prompts (batches.data_digests). `log`:
-    extent of the sample log on the disk; null without a log."""
+    extent of the sample log on disk; null without a log."""
 
     state: Mapping[str, Any]
     buffer: bytes | None = None
@@ -54,19 +54,19 @@ class Handout:
 @dataclass(frozen=True, kw_only=True)
 class ControllerSpec:
     """Settings of the controller. `engines`: all engines; the last `evaluators` only evaluate.
-    `run_dir`: None in tests of the controller alone, which note nothing and cannot be stopped by a
-    file. `steps` to `seed`: see Scheduler. `timeout_s`: longest time without progress."""
+    `run_dir`: None in tests of the controller alone, which write no events and have no stop file.
+    `steps` to `seed`: see Scheduler. `timeout_s`: longest time without progress."""
 
     flow: FlowConfig
     engines: Sequence[EngineSpec]
+    steps: int | None
+    fresh_steps: int
+    seed: int
     evaluators: int = 0
     fleet: FleetSettings = field(default_factory=FleetSettings)
     timeout_s: float = WatchdogConfig.default_of("timeout_s")
     start_timeout_s: float = RolloutConfig.default_of("start_timeout_s")
     reward: RewardConfig = field(default_factory=lambda: RolloutConfig.default_of("reward"))
-    steps: int | None = None
-    fresh_steps: int = 0
-    seed: int = 0
     held_out: Sequence[HeldOut] = field(default=(), repr=False)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     run_dir: Path | None = None

@@ -1,19 +1,19 @@
-"""Life cycle of the agents that copy staged weights to memory other than rank 0's. One task for
-each machine, from its first engine to the run's end. If each engine has its own copy, an engine
-counts as a machine: its agent is its communicator, and ends with it (agents.py).
+"""Life cycle of the agents that copy staged weights to memory other than rank 0's. Each machine has
+one task, from its first engine to the run's end. If each engine has its own copy, an engine counts
+as a machine: its agent is its communicator, and ends with it (agents.py).
 
          +------------------------------------------------------------+
          v                                                            |
-    start --> send what an engine there needs and has no copy of --> lost: kill what is left, wait
+    start --> send each version that an engine there needs      --> lost: kill the agent, wait
               (updates.py decides which version, and when)               for its readers, back off
 
 Invariants:
 - an agent is lost when a call fails, when it does not answer for `unresponsive_s`, or when a
   version does not arrive within `send_timeout_s`; every wait here has a limit;
 - a lost agent costs the run only time, up to `restarts_per_hour`. After that, the engines of its
-  machine are lost with it and restart as after any loss. An engine that was to evaluate a version
-  is lost at once, because rank 0 waits to overwrite that version;
-- agents hold the key of the run's server; they receive it through Ray.
+  machine are lost with it and restart as after any loss. An engine that must evaluate a version is
+  lost at once, because rank 0 waits to overwrite that version;
+- agents receive the key of the run's server through Ray.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_async_rl.flow.engine_task import REPORT_S, Restarts
 from megatron_async_rl.flow.fleet import Fleet
 from megatron_async_rl.flow.updates import WeightUpdates
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import await_named, cancel_all
+from megatron_async_rl.watchdog.watch import await_named, cancel_all
 from megatron_async_rl.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class WeightSource(Protocol):
         """Let agents fetch `version`."""
 
     def release(self, version: int) -> None:
-        """Stop sending versions before `version`: their place may be written."""
+        """Stop sending versions before `version`: their memory may be overwritten."""
 
     def close(self) -> None: ...
 
@@ -71,7 +71,7 @@ class RelayListener(Protocol):
 
     def note(self, text: str) -> None: ...
     def on_machine_lost(self, machine: str, reason: str, *, all_engines: bool) -> None:
-        """No weights come to `machine`. Unless `all_engines`, its agent will start again."""
+        """No weights reach `machine`. Unless `all_engines`, its agent will start again."""
 
     def on_error(self, error: BaseException) -> None: ...
 
@@ -103,13 +103,13 @@ class Relays:
         self._source.stage(version, manifest)
 
     def release(self, version: int) -> None:
-        """Stop sending versions before `version`: their place may be written."""
+        """Stop sending versions before `version`: their memory may be overwritten."""
         self._source.release(version)
 
     async def close(self, timeout_s: float) -> None:
         """End every agent and free its copies; kill an agent that does not stop within
         `timeout_s`."""
-        # First: these tasks would replace every agent that ends.
+        # First, because these tasks would replace every agent that ends.
         await cancel_all([self._task, *self._tasks.values()])
         closings = [asyncio.ensure_future(relay.close()) for relay in self._running.values()]
         if closings:
@@ -155,7 +155,7 @@ class Relays:
         restarts = Restarts(settings.restarts_per_hour)
         place = machine.partition("@")[0] if settings.with_engines else f"machine {machine[:12]}"
         while True:
-            # A machine may get engines again; an engine's own memory goes with it.
+            # A machine may get engines again; an engine's own memory ends with the engine.
             if not settings.with_engines:
                 await updates.until_reached(machine)
             elif not updates.reaches(machine):
@@ -173,18 +173,18 @@ class Relays:
             why = f"no weights reached {'it' if settings.with_engines else 'its machine'}: {reason}"
             self._listener.on_machine_lost(machine, why, all_engines=not number)
             if number:
-                # Their mappings keep the old copies in memory: a new agent would need as much
-                # again.
+                # Their mappings keep the old copies in memory: a new agent would need the same
+                # amount again.
                 with watch.doing("wait", f"the engines that read what {spec.name} had brought"):
                     await updates.until_unread(machine)
                 await asyncio.sleep(restarts.delay_s())
             else:
-                # Its engines were lost with it; the next one there gets a new agent.
+                # Its engines were lost with it; the next engine there gets a new agent.
                 await updates.until_left(machine)
 
     async def _life(self, spec: RelaySpec) -> str | None:
-        """Start an agent and serve its machine until it is lost; return the reason. None: it ended
-        with its engines."""
+        """Start an agent and serve its machine until the agent is lost; return the reason. None: it
+        ended with its engines."""
         machine, with_engines = spec.machine, self._settings.with_engines
         reason = None
         try:
@@ -204,21 +204,21 @@ class Relays:
                     work.result()
             finally:
                 await cancel_all(works)
-        except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
+        except Exception as error:  # noqa: BLE001 - another agent may work, whatever the error
             if not with_engines or self._updates.reaches(machine):  # else it failed with its engine
                 reason = f"{type(error).__name__}: {error}"
-        # None if it has not started.
+        # None if the agent has not started.
         running = self._running.pop(machine, None)
         if running is not None:
             running.kill()
-        # Killed first, so that it cannot overwrite copies that engines continue reading.
+        # Killed first, so that it cannot overwrite copies that engines are still reading.
         self._updates.lose_copies(machine)
         return reason
 
     async def _send(self, spec: RelaySpec, relay: Relay) -> None:
         while True:
             async with self._updates.sending(spec.machine, self._settings.at_once) as staged:
-                # Within the block, which keeps rank 0's slot unwritten while it is read.
+                # Within the block, which protects rank 0's slot from writes while it is read.
                 copy = await await_named(
                     f"version {staged.version} to reach {relay.where}",
                     relay.fetch(staged.version, staged.manifest),

@@ -7,14 +7,14 @@
                                                                          +--- start again
 Invariants:
 - an engine serves only once it has proved the digests of the version that it holds. Only this file
-  records what it holds;
+  records the version that an engine holds;
 - an engine is lost when a call fails, when its reports or its vLLM are silent for `unresponsive_s`,
   or when it answers something that was not requested. It is killed at once, its requests go to
-  others, and its later reports are ignored;
-- starts follow each other after a growing, random delay, at most `restarts_per_hour` within an
+  other engines, and its later reports are ignored;
+- restarts follow each other after a growing, random delay, at most `restarts_per_hour` within an
   hour; after that the engine is dead;
-- the first start of an engine of the configuration must succeed: it shows that the settings work;
-- a sleeping engine takes a version step by step, in the order of `colocated.py`;
+- the first start of a configured engine must succeed: it shows that the settings work;
+- a sleeping engine loads a version step by step, in the order of `colocated.py`;
 - weights that differ from the trainer's end the run.
 """
 
@@ -36,32 +36,32 @@ from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport, SampleRow
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import await_named, cancel_all
 from megatron_async_rl.watchdog.events import described, out_of_memory, with_notes
 from megatron_async_rl.watchdog.host_memory import MemoryKind
+from megatron_async_rl.watchdog.watch import await_named, cancel_all
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 
 log = logging.getLogger(__name__)
 
 REPORT_S = 1.0
-"""Longest time between two reports of an engine that has nothing to say; a quarter of
-`unresponsive_s` where that is less."""
+"""Longest time between two reports of an engine without news; a quarter of `unresponsive_s` if that
+is less."""
 HOUR_S = 3600.0
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 60.0
 LOSSES_BEFORE_ALONE = 2
 LOOK_S = 10.0
-"""Longest time to find out whether an engine's machine is still there."""
+"""Longest time for the check whether an engine's machine is still in the cluster."""
 
 
 class Launch(Protocol):
-    """Start an engine. `again`: it replaces an engine that is gone."""
+    """Start an engine. `again`: it replaces an engine that was lost."""
 
     def __call__(self, spec: EngineSpec, *, again: bool) -> Awaitable[Engine]: ...
 
 
 class EngineLost(RuntimeError):
-    """The engine cannot be used any more. `suspect`: one of its requests may be the reason. No
+    """The engine can no longer be used. `suspect`: one of its requests may be the reason. No
     request is the reason if the engine was removed, if something else ended it (a preemption, Ray's
     memory monitor), if its machine left the cluster, or if it failed to load weights, to sleep, or
     to name the request that it answers."""
@@ -75,8 +75,8 @@ class EngineLost(RuntimeError):
 class PendingRequest:
     """A request, and the engines that may answer it: those that hold at least version
     `minimum_version`. `answer`: result of an evaluation's request, which only engines with exactly
-    that version may answer. `losses`: number of engines that were lost while they had it and for
-    which it may be the reason."""
+    that version may answer. `losses`: number of engines that were lost while they had the request,
+    if it may be the reason."""
 
     request: Request
     minimum_version: int
@@ -85,15 +85,15 @@ class PendingRequest:
 
     @property
     def alone(self) -> bool:
-        """True if it runs alone on its engine, so that the next loss shows whether it is the
-        reason."""
+        """True if the request must run alone on its engine, so that the next loss shows whether it
+        is the reason."""
         return self.losses >= LOSSES_BEFORE_ALONE
 
 
 @dataclass(eq=False)
 class EngineSlot:
-    """One engine's place in the fleet: its version, its requests, and its last report. Its task and
-    the fleet write it, and everybody reads it."""
+    """One engine's place in the fleet: its version, its requests, and its last report. Only its
+    task and the fleet write it."""
 
     spec: EngineSpec
     evaluates: bool = False
@@ -103,17 +103,17 @@ class EngineSlot:
     serving: bool = False
     leaving: bool = False
     asleep: bool = False
-    """Colocated: from a batch until it has loaded newer weights, which wake it."""
+    """Colocated: True from a batch until the engine has loaded newer weights, which wake it."""
     dead: bool = False
     """True once the engine will not be restarted."""
     lost: str = ""
-    """Reason why it is not there."""
+    """Reason why the engine is absent."""
     memory_out: tuple[Phase, MemoryKind] | None = None
     """Phase and memory, if the engine was lost because memory ran out."""
     restarts: int = 0
     held: dict[str, PendingRequest] = field(default_factory=dict)
     aborting: set[str] = field(default_factory=set)
-    """Ids of the held requests that the engine is to abort."""
+    """Ids of the held requests that the engine must abort."""
     report: EngineReport | None = None
 
     @property
@@ -144,7 +144,7 @@ class EngineOwner(Protocol):
         """Process a report. Raises EngineLost for an answer to something that was not requested."""
 
     def on_version(self, slot: EngineSlot) -> None:
-        """The engine serves, and holds `slot.version`."""
+        """Record that the engine serves with `slot.version`."""
 
     def on_lost(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None: ...
     def on_dead(self, slot: EngineSlot) -> None: ...
@@ -167,8 +167,8 @@ class Restarts:
         self._begun: deque[float] = deque()
 
     def begin(self) -> int:
-        """Count one more start; return its number within the hour, or 0 if the hour has had
-        enough."""
+        """Count one more start; return its number within the hour, or 0 if the limit of the hour is
+        reached."""
         while self._begun and self._now() - self._begun[0] >= HOUR_S:
             self._begun.popleft()
         if len(self._begun) >= self.per_hour:
@@ -214,7 +214,7 @@ class EngineTask:
         self._failed: asyncio.Future[None] | None = None
         self._phases = DevicePhases("engine", "generate")
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """The first start; raises EngineStartError."""
+        """Done after the first start; raises EngineStartError."""
         self.task = asyncio.create_task(self._run(), name=slot.name)
 
     def fail(
@@ -225,8 +225,8 @@ class EngineTask:
         suspect: bool = True,
         cause: BaseException | None = None,
     ) -> None:
-        """Lose `engine` because a call to it failed, by `cause`. Nothing happens if it is gone
-        already."""
+        """Lose `engine` because a call to it failed, by `cause`. Does nothing if it was lost
+        before."""
         # A late failure of an earlier engine must not cost the present one.
         if self.slot.engine is engine and self._failed is not None and not self._failed.done():
             lost = EngineLost(reason, suspect=suspect)
@@ -237,13 +237,13 @@ class EngineTask:
         """Make the engine release its memory until it takes newer weights. An engine that fails is
         lost, and has ended before this returns: the policy counts on its memory."""
         engine, what = self.slot.engine, f"{self.slot.name} to sleep"
-        if engine is None:  # lost at this very moment
+        if engine is None:  # lost meanwhile
             return
         self.slot.asleep = True
         try:
             with self._phases.phase("train"), self._phases.step("sleep"):
                 await await_named(what, engine.sleep(), timeout_s)
-        except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
+        except Exception as error:  # noqa: BLE001 - whatever the error, this engine is unusable
             reason = f"it failed to sleep: {described(error)}"
             self.fail(engine, reason, suspect=False, cause=error)
             # Its memory is free only when its processes have ended.
@@ -275,7 +275,7 @@ class EngineTask:
         slot = self.slot
         engine: Engine | None = None
         try:
-            # A starting engine measures free memory, so the devices must be the engines'.
+            # A starting engine measures free memory, so the policy must have released the devices.
             async with self._updates.starting():
                 engine = slot.engine = await self._launch(slot.spec, again=again)
             # One per start: calls to the engine before this one cannot fail it.
@@ -289,30 +289,30 @@ class EngineTask:
             raise AssertionError("an engine is used until it is lost")
         except WeightMismatch:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
+        except Exception as error:  # noqa: BLE001 - another engine may work, whatever the error
             suspect = isinstance(error, EngineLost) and error.suspect
-            # Before any await: nothing is sent to it from here on, and its reports are ignored.
+            # Before any await: from here on it gets nothing, and its reports are ignored.
             slot.engine, slot.serving, slot.asleep, slot.version = None, False, False, -1
             phase = error.phase if isinstance(error, EngineStartError) else self._phases.current
             memory = out_of_memory(error)
             slot.memory_out = (phase, memory) if memory is not None else None
-            # Rank 0 waits for readers, and this engine is none any more.
+            # Rank 0 waits for readers, and this engine no longer reads.
             self._updates.forget(slot.index)
             if suspect and engine is not None:
                 suspect = not await self._has_lost_its_machine(engine)
-            # Before it has ended, which may take long: its requests go elsewhere at once.
+            # Before the engine has ended, which may take long: its requests go elsewhere at once.
             self._owner.on_lost(slot, with_notes(error), suspect=suspect)
             if engine is not None:
-                # Until then it may hold device memory that the policy needs.
+                # Until it has ended it may hold device memory that the policy needs.
                 with self._updates.ending():
                     await self._end(engine)
             return error
 
     async def _has_lost_its_machine(self, engine: Engine) -> bool:
-        """Return True if the machine left the cluster; False if that is not known in time."""
+        """Return True if the machine left the cluster; False if that is unknown in time."""
         try:
             return await asyncio.wait_for(engine.machine_is_lost(), LOOK_S)
-        except Exception as error:  # noqa: BLE001 - the engine is lost, whatever this finds
+        except Exception as error:  # noqa: BLE001 - the engine is lost, whatever the check finds
             log.warning("%s: is its machine there? %s", self.slot.name, described(error))
             return False
 
@@ -358,8 +358,8 @@ class EngineTask:
             await cancel_all(works)
 
     async def _follow(self, engine: Engine) -> None:
-        """Load every version that is staged from now on, or the newest if several came during the
-        wait."""
+        """Load every version that is staged from now on; if several were staged during the wait,
+        load only the newest."""
         slot = self.slot
         while True:
             async with self._updates.loading(slot) as staged:
@@ -368,8 +368,8 @@ class EngineTask:
             self._serve(staged.version)
 
     async def _take(self, engine: Engine, staged: Staged) -> None:
-        """Load a version and verify it; the engine may then sample with it. Raises EngineLost.
-        Raises WeightMismatch once no engine can load this version any more."""
+        """Load a version and verify it; the engine may then sample with it. Raises EngineLost, and
+        WeightMismatch because no engine can load this version any more."""
         slot, version = self.slot, f"take weights of version {staged.version}"
 
         async def load() -> Mapping[str, str]:
@@ -397,12 +397,12 @@ class EngineTask:
                 loaded = await load()
             with phases.step("verify"):
                 verify(loaded)
-            # Last: a cache of wrong weights would be sampled from.
+            # Last: an engine with a cache samples, and wrong weights must not.
             with phases.step("wake cache"):
                 await self._request("wake its cache", engine.wake())
 
     async def _load_lent(self, engine: Engine, staged: Staged) -> dict[str, str]:
-        """Load bucket by bucket, and release each as soon as it is loaded; an engine that holds a
+        """Load bucket by bucket, and release each as soon as it is loaded. An engine that holds a
         bucket for `unresponsive_s` is lost, because others wait for it."""
         updates, index, manifest = self._updates, self.slot.index, staged.manifest
         last = len(manifest.buckets) - 1
@@ -415,7 +415,7 @@ class EngineTask:
                 call = engine.update(staged.version, part, number == 0, number == last)
                 answer = await self._request(f"load {what}", call, self._unresponsive_s)
             finally:
-                # After an error, too: other engines wait for the place.
+                # After an error, too: other engines wait for this memory.
                 updates.release(index)
         return answer
 
@@ -435,7 +435,7 @@ class EngineTask:
     def _serve(self, version: int) -> None:
         slot = self.slot
         back = "" if slot.serving else "is back" if slot.restarts else self._comes
-        # Together: a reader that sees it serve sees its version, too.
+        # Together: a reader that sees the engine serve also sees its version.
         slot.version, slot.serving, slot.asleep, slot.lost = version, True, False, ""
         self._updates.held()
         self._owner.on_version(slot)
@@ -443,7 +443,7 @@ class EngineTask:
             self._note(f"{slot.name} {back}, with the weights of version {version}, verified")
 
     async def _listen(self, engine: Engine) -> None:
-        """Take in reports until the engine is lost; raise the reason."""
+        """Process reports until the engine is lost; raise the reason."""
         slot, limit_s = self.slot, self._unresponsive_s
         wait = min(REPORT_S, limit_s / 4)
         while True:
@@ -468,7 +468,7 @@ class EngineTask:
 
 
 def _error_of(work: asyncio.Future[None]) -> BaseException:
-    """Return the reason why `work`, which should have continued, has ended. A call that others
-    cancelled counts, too: as a cancellation it would silently end the engine's task."""
+    """Return the reason why `work`, which should have continued, has ended. A call that another
+    task cancelled counts, too: a plain cancellation would silently end the engine's task."""
     error = None if work.cancelled() else work.exception()
     return error or EngineLost("a call to it was cancelled")

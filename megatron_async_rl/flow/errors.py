@@ -1,5 +1,5 @@
-"""Reasons why a run's flow of samples stopped. The exceptions carry plain messages, so that they
-survive the trip between processes."""
+"""Reasons why a run's flow of samples stopped. Exceptions carry plain messages, so that they can be
+pickled and sent between processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.watchdog.host_memory import MemoryKind
 
 LATE_SHOWN = 8
-"""Late groups that a message names."""
+"""Largest number of groups that a message names."""
 ERRORS_SHOWN = 3
 
 
@@ -30,18 +30,18 @@ class EngineFailed(FlowError):
     """No engine is left."""
 
     timed_out = True
-    """Engines are given up if they do not answer; the waits of the processes explain the reason."""
+    """Engines are given up if they do not answer; the processes' waits explain the reason."""
 
 
 class EngineMemoryOut(EngineFailed):
-    """No engine is left, because memory of a device or a host ran out. `phase`: the phase in which
-    it did (colocated.py)."""
+    """No engine is left, because memory of a device or a host ran out. `phase`: the device phase in
+    which it ran out (colocated.py)."""
 
     # Memory is the cause itself; the waits of other processes explain nothing.
     timed_out = False
 
     def __init__(self, message: str, phase: Phase, memory: MemoryKind = "device") -> None:
-        # All arguments: unpickling in another process calls the class with these.
+        # Pass all arguments: unpickling in another process calls the class with them.
         super().__init__(message, phase, memory)
         self.message = message
         self.phase = phase
@@ -57,8 +57,8 @@ class RequestGivenUp(FlowError):
 
 @dataclass(frozen=True, kw_only=True)
 class LateGroup:
-    """A group for which a batch waits. `engines`: those that hold requests of it. `unscored`: it
-    has all its responses, and waits for its reward."""
+    """A group for which a batch waits. `engines`: engines that hold requests of it. `unscored`: the
+    group has all its responses, and waits for its reward."""
 
     index: int
     prompt: str
@@ -102,13 +102,13 @@ def reward_failed(samples: Sequence[SampleRow]) -> RewardFailed:
 
 def require_a_reward(samples: Sequence[SampleRow], step: int) -> None:
     """Raise RewardFailed, with the first failures, if every reward of the batch for `step` failed:
-    it makes no step, and the next batch would most likely fail alike."""
+    such a batch makes no step, and the next one would most likely fail as well."""
     if any(sample.valid for sample in samples):
         return
 
     errors: dict[str | None, Sample] = {}
     for sample in (row.sample() for row in samples):
-        # One sample per message: a broken reward fails alike on all.
+        # One sample per message: a broken reward fails in the same way on all samples.
         errors.setdefault(sample.reward_error, sample)
     shown = [
         f"  {error}\n    prompt {sample.prompt.id}: {sample.prompt.text[:200]!r}\n"

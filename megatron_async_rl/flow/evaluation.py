@@ -1,12 +1,12 @@
-"""Held-out evaluation, on training's engines but without its data, order or numbering. Each set of
-prompts has its own sampling. For given responses (`loss: sft`) the ranks measure the loss
-(`rank0.py`); its result is here.
+"""Held-out evaluation, on the engines of training but without its data, order or numbering. Each
+set of prompts has its own sampling. For given responses (`loss: sft`) the ranks measure the loss
+(`rank0.py`), and this file defines its result.
 
 Invariants:
-- requests have negative group numbers, which no scheduler takes for training's: prompt i, counted
-  over all sets, is group -1 - i;
+- requests have negative group numbers, so no scheduler mistakes them for training's: prompt i,
+  counted over all sets, is group -1 - i;
 - every token comes from the version that is evaluated, or there is no result;
-- a prompt's seeds follow from the run's seed and its place among the prompts: equal weights give
+- a prompt's seeds follow from the run's seed and its position among the prompts: equal weights give
   equal responses.
 """
 
@@ -26,7 +26,7 @@ from megatron_async_rl.config.sampling import EvalConfig, EvalSet
 from megatron_async_rl.data import Tokenizer, log_too_long, read_set
 from megatron_async_rl.data.row_columns import Required, nothing_more
 from megatron_async_rl.flow.errors import BatchTimeout, FlowError, reward_failed
-from megatron_async_rl.flow.group_rewards import GroupRewards
+from megatron_async_rl.rollout.scoring import GroupRewards
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Prompt, Request
 
@@ -35,11 +35,11 @@ EvalResponses = Sequence[tuple[Prompt, Sequence[SampleRow]]]
 
 
 class Runner(Protocol):
-    """Interface to sample requests (flow.router.Requests)."""
+    """Sampler of requests (flow.router.Requests)."""
 
     @property
     def moved_at(self) -> float:
-        """When a response last ended or grew; monotonic seconds."""
+        """Time when a response last ended or grew; monotonic seconds."""
         ...
 
     async def run(self, requests: Sequence[Request], version: int) -> list[SampleRow]:
@@ -49,7 +49,7 @@ class Runner(Protocol):
 
 
 class WeightsMoved(FlowError):
-    """An engine took new weights while it sampled an evaluation."""
+    """An engine loaded new weights while it sampled an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def read_held_out(
 @dataclass(frozen=True, kw_only=True)
 class PromptResult:
     """Result of one prompt over the `samples` responses that have a reward. A response whose reward
-    failed, for instance because the row's answer is unreadable, counts nowhere. `mean`: of the
+    failed, for instance because the row's answer is unreadable, is not counted. `mean`: mean of the
     rewards; nan without any. `passed`: responses with a reward of at least `eval.pass_reward`."""
 
     id: str
@@ -101,24 +101,24 @@ class EvalResult:
 
     version: int
     mean_reward: float
-    """Mean over prompts of their means, without prompts that have none; nan if none has one."""
+    """Mean over prompts of their means, without prompts that have no mean; nan if none has one."""
     pass_at: Mapping[int, float]
     """k -> estimate of the share of prompts with at least one passing response among k, over the
     prompts that have k responses with a reward; nan if there are none."""
     per_prompt: tuple[PromptResult, ...]
     """Results by prompt, in the order of the file."""
     truncated: float
-    """Share of responses cut at the token limit."""
+    """Share of responses that the token limit cut."""
     samples: int
     tokens: int
     reward_errors: int
     seconds: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Mean of each part of the reward (`rollout.reward.parts`) before it is weighted, averaged
-    as `mean_reward`."""
+    """Mean of each part of the reward (`rollout.reward.parts`) before weighting, averaged like
+    `mean_reward`."""
     name: str = ""
     others: tuple[EvalResult, ...] = ()
-    """Results of the other sets; this is the first set's."""
+    """Results of the other sets; this object holds the first set's."""
 
     @property
     def prompts(self) -> int:
@@ -127,7 +127,7 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """Metrics of this result under the keys of an unnamed set."""
         return {
-            # Absent where every reward failed: a share of passed ones is known even then.
+            # Absent if every reward failed, while the share of passed responses is still defined.
             **({"eval/mean": self.mean_reward} if math.isfinite(self.mean_reward) else {}),
             "eval/truncated": self.truncated,
             **_passed("eval/pass@k", self),
@@ -135,7 +135,7 @@ class EvalResult:
         }
 
     def metrics_of_set(self) -> dict[str, float]:
-        """Metrics of this result under the keys of a named set, with SET for its name."""
+        """Metrics of this result under the keys of a named set; SET stands for its name."""
         return {
             "eval/SET/mean": self.mean_reward,
             "eval/SET/truncated": self.truncated,
@@ -144,7 +144,7 @@ class EvalResult:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON, a number that is not finite as null."""
+        """Plain JSON; a number that is not finite becomes null."""
         return {
             "version": self.version,
             **({"set": self.name} if self.name else {}),
@@ -172,8 +172,8 @@ class EvalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LossResult:
-    """Result of one set of given responses. `loss`: nats per token that is trained on, as
-    `Policy.mean_loss`; `seconds`: of all sets together."""
+    """Result of one set of given responses. `loss`: nats per trained token, as `Policy.mean_loss`;
+    `seconds`: time of all sets together."""
 
     version: int
     loss: float
@@ -181,10 +181,10 @@ class LossResult:
     seconds: float
     name: str = ""
     others: tuple[LossResult, ...] = ()
-    """Results of the other sets; this is the first set's."""
+    """Results of the other sets; this object holds the first set's."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON, a number that is not finite as null."""
+        """Plain JSON; a number that is not finite becomes null."""
         return {
             "version": self.version,
             **({"set": self.name} if self.name else {}),
@@ -212,7 +212,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
             f"pass@{k} needs at least {max(k, 1)} responses per prompt, and k from 1; there are"
             f" {samples} responses"
         )
-    # Integers up to one division, so exact for any number of samples.
+    # Integers until a single division, so exact for any number of samples.
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
@@ -235,7 +235,7 @@ def summarise_evaluation(
             )
     for _, samples in answers:
         for sample in samples:
-            # The oldest and the newest token: all others lie between.
+            # These are the oldest and the newest token; all others lie between them.
             if not sample.start_version == sample.last_version == version:
                 raise WeightsMoved(
                     f"evaluation of version {version}: response {sample.id} on engine"
@@ -275,7 +275,7 @@ def _part_means(answers: EvalResponses) -> dict[str, float]:
         for sample in samples:
             for name, value in (sample.reward_parts or {}).items() if sample.valid else ():
                 of_prompt.setdefault(name, []).append(value)
-        # As for the reward, a prompt counts once, however many of its responses have the part.
+        # As for the reward, a prompt counts once, however many of its responses have this part.
         for name, values in of_prompt.items():
             means.setdefault(name, []).append(sum(values) / len(values))
     return {name: sum(values) / len(values) for name, values in means.items()}
@@ -292,10 +292,11 @@ async def evaluate(
     on_progress: Callable[[int, int], None] = lambda prompts, tokens: None,
     on_answers: Callable[[EvalResponses], None] = lambda answers: None,
 ) -> EvalResult:
-    """Return the results of `sets`: the first set's, which has the others'. Engines that hold
-    `version` sample the responses. `timeout_s`: longest time in which no response grows, however
-    long the evaluation takes. `rewards`: of whole groups. `on_progress`: called with the prompts
-    answered and the tokens sampled so far. `on_answers`: called with all answers at the end.
+    """Return the result of the first of `sets`, which holds the results of the others. Engines that
+    hold `version` sample the responses. `timeout_s`: longest time in which no response grows,
+    however long the evaluation takes. `rewards`: rewards of whole groups. `on_progress`: called
+    with the prompts answered and the tokens sampled so far. `on_answers`: called with all answers
+    at the end.
 
     Raises EngineFailed, RequestGivenUp, RewardFailed (with `on_reward_error: stop`), BatchTimeout,
     WeightsMoved, and ValueError without prompts.
@@ -314,7 +315,7 @@ async def evaluate(
         ]
         answer = _answer(fleet, prompt, requests, version, rewards)
         tasks.append(asyncio.create_task(answer, name=f"held-out prompt {prompt.id}"))
-        # In the order in which they end, for the progress that the user sees.
+        # In the order in which they end, for the progress report.
         tasks[-1].add_done_callback(partial(_report_finished, finished, index))
     try:
         tokens = 0
@@ -334,14 +335,14 @@ async def evaluate(
             tokens += sum(sample.length for sample in samples)
             on_progress(answered + 1, tokens)
     finally:
-        # After an error the others must stop: `run` aborts their requests.
+        # After an error the other tasks must stop: `run` aborts their requests.
         for task in tasks:
             task.cancel()
     answers = [(prompt, task.result()) for prompt, task in zip(prompts, tasks, strict=True)]
     on_answers(answers)
     seconds = time.monotonic() - started
     left = iter(answers)
-    # All sets were sampled at once, to keep engines busy; here they part again.
+    # All sets were sampled at once, to keep engines busy; here they are separated again.
     first, *others = (
         summarise_evaluation(
             list(islice(left, len(one.prompts))),
@@ -374,7 +375,7 @@ async def _next_answered(
     grew and no group got its reward."""
     waited_from = time.monotonic()
     while True:
-        # Read again after each wait: a response may have grown meanwhile.
+        # Read again after each wait, because a response may have grown meanwhile.
         left = max(waited_from, moved_at()) + timeout_s - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -388,7 +389,7 @@ def _report_finished(
     finished: asyncio.Queue[int], index: int, task: asyncio.Task[list[SampleRow]]
 ) -> None:
     if not task.cancelled():
-        # Looked at, so that asyncio does not report those after the first as never retrieved.
+        # Read the exception, or asyncio would report all but the first as never retrieved.
         task.exception()
     finished.put_nowait(index)
 
@@ -435,17 +436,17 @@ def _parts(name: str, result: EvalResult) -> dict[str, float]:
 
 
 class EvalSchedule:
-    """Versions that are evaluated during a run, and what is kept of each.
+    """Versions that a run evaluates, and the results that it keeps.
 
     Invariants:
     - a version is evaluated once, over stops and resumes: `means` goes into the checkpoint;
-    - none is left out where what is `unfinished` is waited for before a checkpoint: an evaluation
-      of the checkpoint's own version or of a later one is done again by the resume, one of an older
-      version could not be, for its weights are gone;
-    - version 0 and the last one are always evaluated, between them every `every`-th.
+    - no version is left out, provided that a checkpoint waits for `unfinished` evaluations. The
+      resume repeats an evaluation of the checkpoint's own version or of a later one. It could not
+      repeat one of an older version, because those weights are gone;
+    - version 0 and the last one are always evaluated, and between them every `every`-th.
 
     `every`: versions between evaluations, 0 for none; `steps`: the run's last version; `means`:
-    of an earlier start."""
+    results of an earlier start."""
 
     def __init__(self, *, every: int, steps: int, means: Mapping[int, float]) -> None:
         self._every = every

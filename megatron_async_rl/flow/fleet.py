@@ -1,9 +1,9 @@
-"""All engines: which exist, their lives (engine_task.py), and their requests (router.py).
+"""All engines: their number, their life cycles (engine_task.py), and their requests (router.py).
 
 Invariants:
 - engines join and leave while the others work; an engine that leaves returns its requests with
   their tokens;
-- a call to an engine has a time limit, and a failed call costs the engine;
+- a call to an engine has a time limit, and an engine is lost if a call to it fails;
 - errors of the listener end the run and are not attributed to an engine.
 """
 
@@ -25,18 +25,18 @@ from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import await_named, cancel_all
+from megatron_async_rl.watchdog.watch import await_named, cancel_all
 
 log = logging.getLogger(__name__)
 
 ORDERS_POLL_S = 0.5
-"""Seconds between two looks for an order of the user."""
+"""Seconds between two checks for an order of the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSettings:
     """Limits of the engines. `capacity`: largest number of requests that one engine holds. The
-    others come from the configuration."""
+    other limits come from the configuration."""
 
     capacity: int = 320
     unresponsive_s: float = RolloutConfig.default_of("unresponsive_s")
@@ -46,8 +46,8 @@ class FleetSettings:
 
 
 class Fleet:
-    """All engines, on one loop, which must be running. `specs`: the engines at the start; those
-    from `evaluators_from` on only evaluate."""
+    """All engines, on one event loop, which must be running. `specs`: the engines at the start;
+    those from `evaluators_from` on only evaluate."""
 
     def __init__(
         self,
@@ -104,35 +104,35 @@ class Fleet:
         return index
 
     async def remove(self, index: int, timeout_s: float) -> None:
-        """Remove an engine: it takes no more requests, and its own continue on other engines with
-        their tokens. Raises ValueError if it is not there or is the last one."""
+        """Remove an engine: it gets no more requests, and its own continue on other engines with
+        their tokens. Raises ValueError if it does not exist or is the last one."""
         slot, task = self.slots[index], self.tasks[index]
         if slot.leaving or slot.dead:
             raise ValueError(f"{slot.name} is not there")
         others = [one for one in self._engines(slot.evaluates) if one is not slot]
         if not any(one.serving and not one.leaving for one in others):
             raise ValueError(f"{slot.name} is the only engine that serves, and cannot leave")
-        # First: from here on the engine gets nothing new.
+        # First, so that the engine gets nothing new from here on.
         slot.leaving, engine = True, slot.engine
         if engine is not None:
             await self.requests.until_given_back(slot, engine, timeout_s)
         # The task would start the engine again.
         await cancel_all([task.task])
         slot.serving, slot.asleep, slot.dead, slot.lost = False, False, True, "it was removed"
-        # Rank 0 waits for readers, and this engine is none any more.
+        # Rank 0 waits for readers, and this engine no longer reads.
         self.updates.forget(index)
-        # Not returned in time: these begin again without the tokens sampled here.
+        # Not returned in time: these requests begin again without the tokens sampled here.
         if slot.held:
             self.on_lost(slot, slot.lost, suspect=False)
         if slot.engine is not None:
             await self._stop_engines([slot], timeout_s)
-            # Waits for all engines of a machine, or of a version, look again.
+            # Tasks that wait for all engines of a machine or a version must check again.
             self.updates.held()
         self.requests.dispatch()
 
     async def resize(self, count: int, timeout_s: float) -> None:
-        """Add training engines, or remove those that came last, until there are `count`. Raises
-        ValueError if one cannot leave. `timeout_s`: limit for each."""
+        """Add training engines, or remove those that were added last, until there are `count`.
+        Raises ValueError if an engine cannot leave. `timeout_s`: limit for each."""
         there = [one for one in self._engines(False) if not one.dead and not one.leaving]
         more = count - len(there)
         joining = [self.slots[self.add(self.slots[0].spec)].name for _ in range(more)]
@@ -148,15 +148,15 @@ class Fleet:
             self._listener.note(f"{slot.name} has left")
 
     async def follow_orders(self, file: Path, timeout_s: float) -> None:
-        """Resize the training engines to the number in `file` each time that the user writes it.
-        Runs until it is cancelled."""
+        """Resize the training engines to the number in `file` each time the user writes it. Runs
+        until it is cancelled."""
         while True:
             await asyncio.sleep(ORDERS_POLL_S)
             if not file.exists():
                 continue
             try:
                 text = file.read_text(encoding="utf-8")
-                # Removed first: an order that fails is not tried again.
+                # Removed first, so that an order that fails is not repeated.
                 file.unlink()
                 await self.resize(int(text), timeout_s)
             except (OSError, ValueError) as error:
@@ -165,8 +165,8 @@ class Fleet:
                 self._listener.on_error(error)
 
     def lose_machine(self, machine: str, reason: str, *, all_engines: bool) -> None:
-        """Lose the engines of a machine that gets no weights, or only those that are to evaluate a
-        version which may be gone before the next try."""
+        """Lose the engines of a machine that no weights reach, or only those that must evaluate a
+        version that may be gone before the next attempt."""
         for task in self.tasks:
             slot = task.slot
             if slot.machine != machine or slot.engine is None:
@@ -181,13 +181,13 @@ class Fleet:
         still = "engines that start or load before they sleep"
         await await_named(still, self.updates.give_devices_to_policy(), timeout_s)
 
-        # An engine that still waits to load sleeps since the batch before.
+        # An engine that still waits to load has been asleep since the batch before.
         awake = [task for task in self.tasks if task.slot.engine and not task.slot.asleep]
         await asyncio.gather(*(task.sleep(timeout_s) for task in awake))
 
     async def close(self, timeout_s: float) -> None:
         """End every engine; kill an engine that does not stop within `timeout_s`."""
-        # Tasks first: an engine that stops would look lost, and start again.
+        # Tasks first: a stopping engine would look lost to them, and they would restart it.
         await cancel_all([*(task.task for task in self.tasks), *self._background])
         await self._stop_engines(self.slots, timeout_s)
 
@@ -233,7 +233,7 @@ class Fleet:
         """Send the engine's requests to others."""
         slot.lost, slot.report = reason, None
         self.requests.take_back(slot, reason, suspect=suspect)
-        # No engine is left, or is about to be, that may answer: evaluations must not hang.
+        # If no engine can answer, now or soon, evaluations must not hang.
         if slot.evaluates and not any(
             one.serving or self.updates.is_requested(one.index) for one in self._engines(True)
         ):
@@ -261,7 +261,8 @@ class Fleet:
     # For the requests
 
     def notify(self, call: Callable[[], object]) -> None:
-        """Call the listener. Its errors are not the engine's: they end the run."""
+        """Call the listener. An error of the listener ends the run and does not affect an
+        engine."""
         try:
             call()
         except Exception as error:
@@ -269,11 +270,11 @@ class Fleet:
             self.on_error(error)
 
     def send(self, slot: EngineSlot, call: Callable[[], Awaitable[None]], what: str) -> None:
-        """Begin a call to the slot's engine. A failed call costs the engine."""
+        """Begin a call to the slot's engine. The engine is lost if the call fails."""
         assert slot.engine is not None
         work = self._send(self.tasks[slot.index], slot.engine, call, what)
         task = asyncio.get_running_loop().create_task(work)
-        # asyncio holds tasks weakly: without this reference they may vanish.
+        # asyncio holds tasks weakly: without this reference they may be garbage-collected.
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -289,6 +290,6 @@ class Fleet:
             with watch.doing("wait", f"{task.slot.name} to {what}", limit_s):
                 async with asyncio.timeout(limit_s):
                     await call()
-        except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
+        except Exception as error:  # noqa: BLE001 - whatever the error, this engine is unusable
             reason = f"it failed to {what}: {type(error).__name__}: {error}"
             task.fail(engine, reason, suspect=not getattr(error, "outside", False))

@@ -1,22 +1,22 @@
 """Table of the admitted groups, their states and their counts. The scheduler (scheduler.py)
-decides; the table keeps the books.
+decides; the table records.
 
     enter --> running --on_sample--> finished --consume--> trained
                  +---------------------+---------drop----> dropped, with a reason
 
-With a reward that is called per group (`scored_whole`) a group that has all its responses is still
-running; it finishes with `on_scored`.
+With a reward that is called per group (`scored_whole`), a group that has all its responses is still
+running; `on_scored` finishes it.
 
 Invariants:
-- every group that entered is waiting (running or finished), consumed, or dropped with a reason:
-  `counts` balance at any time, and `on_group_dropped` is called once for each that is dropped, when
-  that is decided;
+- every group that entered is waiting (running or finished), consumed, or dropped with a reason. The
+  `counts` balance at any time. `on_group_dropped` is called once for each dropped group, at the
+  moment of the decision;
 - every request is answered or given up exactly once; an aborted request stays open and is sent
   again, with its tokens;
 - with dynamic sampling, at most EQUAL_BATCHES_LIMIT batches' worth of equal groups are dropped for
-  one batch's worth that is kept; after that equal groups are kept as well, so that no run waits
+  each batch's worth that is kept; after that equal groups are kept as well, so that no run waits
   forever;
-- what an answer costs does not depend on how many groups are waiting.
+- the cost of an answer does not depend on how many groups are waiting.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_async_rl.config.flow import FlowConfig
-from megatron_async_rl.flow.buffer import Buffer, GroupState, SampleGroup, snapshot
-from megatron_async_rl.samples.rows import SampleRow, rescored
+from megatron_async_rl.flow.buffer import Buffer, GroupState, snapshot
+from megatron_async_rl.samples.rows import SampleGroup, SampleRow, rescored
 from megatron_async_rl.samples.types import Aborted, Request
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ OnGroupDropped = Callable[[int, str], None]
 calls for the group's responses; there may be none yet."""
 
 EQUAL_BATCHES_LIMIT = 10
-"""Limit of dropped groups, in batches. Counted by groups kept, not consumed: far ahead of the
-trainer, many batches are made before one trains."""
+"""Limit of dropped groups, in batches. Counted against kept groups, not consumed ones: far ahead of
+the trainer, many batches are complete before one trains."""
 
 
 @dataclass(eq=False)
@@ -62,8 +62,8 @@ class DynamicSampling:
     dropped: int = 0
 
     def drops(self, index: int, samples: Iterable[SampleRow]) -> bool:
-        """Return True if group `index`, which has just finished, must be dropped. Counts it."""
-        # A group without any valid response teaches nothing, either.
+        """Return True if group `index`, which has just finished, must be dropped; count it."""
+        # A group without a valid response teaches nothing, either.
         equal = len({sample.reward for sample in samples if sample.valid}) <= 1
         if equal and self.dropped < EQUAL_BATCHES_LIMIT * self.prompts_per_step:
             self.dropped += 1
@@ -109,12 +109,12 @@ class GroupTable:
         self._answering: dict[int, GroupState] = {}
         self._dropped: list[SampleRow] = []
         self.due: dict[int, int] = {}
-        """How many of those that wait have which deadline; no deadline has none."""
+        """Number of waiting groups by deadline; a deadline without groups has no entry."""
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.ready = self.open = 0
-        """Groups that are finished and wait; requests that are not answered."""
+        """Finished groups that wait; requests that are not answered."""
         self.finished = 0
-        """Groups that have finished, consumed and dropped ones included."""
+        """Groups that have finished, including consumed and dropped ones."""
 
     def load(self, buffer: Buffer) -> None:
         """Enter the groups of a buffer, most urgent first."""
@@ -122,13 +122,13 @@ class GroupTable:
             self.enter(entry)
             if entry.finished is not None:
                 self.ready += 1
-                # New groups finish after all that are taken up.
+                # New groups finish after all that are restored.
                 self.finished = max(self.finished, entry.finished + 1)
         if self._dynamic is not None:
             self._dynamic.kept, self._dynamic.dropped = buffer.equal
 
     def enter(self, entry: GroupState) -> None:
-        """Add one group that waits."""
+        """Add one waiting group."""
         self._waiting[entry.index] = entry
         if entry.open:
             self._answering[entry.index] = entry
@@ -140,7 +140,7 @@ class GroupTable:
     # Answers
 
     def on_sample(self, sample: SampleRow, group: int) -> None:
-        """Take in a response of `group`."""
+        """Accept a response of `group`."""
         # First: a second answer to one request raises before anything changes.
         entry = self._close(sample.id, group)
         entry.samples.append(sample)
@@ -157,7 +157,7 @@ class GroupTable:
         return entry.group() if entry is not None and waits else None
 
     def on_scored(self, group: int, samples: Sequence[SampleRow]) -> None:
-        """Take in the responses of an unscored group, with their rewards."""
+        """Accept the responses of an unscored group, with their rewards."""
         entry = self._waiting[group]
         entry.samples = list(samples)
         self._finish(entry)
@@ -220,7 +220,7 @@ class GroupTable:
     def _put_away(self, entry: GroupState, samples: Sequence[SampleRow]) -> None:
         """Record samples of a group that is dropped."""
         finished = entry.finished is not None
-        # A part of the reward must not pass for the reward.
+        # A part of the reward must not be taken for the whole reward.
         if self._scored_whole and not finished:
             samples = unrewarded(samples)
         self._dropped += samples
@@ -238,18 +238,18 @@ class GroupTable:
         del self._waiting[entry.index]
         self.due[entry.deadline] -= 1
         if not self.due[entry.deadline]:
-            # No zero entries: a check costs as much as there are deadlines.
+            # No zero entries: a check costs time in proportion to the number of entries.
             del self.due[entry.deadline]
 
     # What is where
 
     def waiting(self) -> Collection[GroupState]:
-        """Groups that are neither consumed nor dropped, in the order in which they entered: a
-        view."""
+        """Groups that are neither consumed nor dropped, in the order in which they entered (a
+        view)."""
         return self._waiting.values()
 
     def running(self) -> Iterable[GroupState]:
-        """Groups that still miss responses."""
+        """Groups that still lack responses."""
         return (entry for entry in self._waiting.values() if entry.finished is None)
 
     def is_waiting(self, group: int) -> bool:
@@ -261,7 +261,7 @@ class GroupTable:
         return None if entry is None else entry.version
 
     def open_requests(self) -> list[tuple[Request, int]]:
-        """Requests that are not answered, each with the version its group was admitted under."""
+        """Unanswered requests, each with the version under which its group was admitted."""
         return [
             (request, entry.version)
             for entry in self._answering.values()
@@ -279,7 +279,7 @@ class GroupTable:
         return drained
 
     def buffer(self) -> Buffer:
-        """Return a copy of what waits now."""
+        """Return a copy of the waiting groups."""
         dynamic = self._dynamic
         return Buffer(
             groups=tuple(snapshot(entry) for entry in self._waiting.values()),

@@ -1,10 +1,11 @@
-"""The object that only rank 0 has: batches, logs, status, timeline, results of evaluations; and its
-null counterpart.
+"""The object that only rank 0 has (batches, logs, status, timeline, results of evaluations), and
+its null counterpart.
 
 Invariants:
-- other ranks hold `OtherRank`, whose methods do nothing: the loop calls the same ones everywhere;
+- other ranks hold `OtherRank`, whose methods do nothing: the loop calls the same methods on every
+  rank;
 - `engines`, `given` and `next_batch` are used on rank 0 alone, inside `Layout.from_rank_zero`;
-- `status.json` has the last state of the run, whatever ended it.
+- `status.json` records the last state of the run, whatever ended it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.settings_model import code_digests
 from megatron_async_rl.flow.batches import (
     BatchSource,
     GivenResponses,
@@ -52,7 +53,7 @@ class OtherRank:
         gpus: Mapping[str, Sequence[str]],
     ) -> None:
         """Open logs and batches of a run at `version`; with engines, start Ray, controller and
-        engines. position: what the checkpoint holds; null at a run's beginning. oldest: the oldest
+        engines. position: content of the checkpoint; null at a run's beginning. oldest: the oldest
         version whose tokens may train. gpus: of the ranks, by host name; Ray must not assign them
         to engines."""
 
@@ -84,7 +85,7 @@ class OtherRank:
         """Report that the ranks have filled a bucket, or, with None, released all of them."""
 
     def take_evaluations(self, *, wait: bool) -> None:
-        """Record the results of evaluations by engines."""
+        """Record results of the engines' evaluations."""
 
     def record(self, result: EvalResult | LossResult) -> None:
         """Record a result."""
@@ -97,17 +98,17 @@ class OtherRank:
         return None
 
     def record_of(self, position: DataState | None) -> dict[str, Any]:
-        """Return the content that the run's own files must have at a resume from here."""
+        """Return the content that the run's own files must have when the run resumes from here."""
         return {}
 
     def set_status(self, phase: str, detail: str = "") -> None:
         """Write the run's status."""
 
     def failed(self, error: BaseException) -> None:
-        """Write what ended the run into its status."""
+        """Record in the status the error that ended the run."""
 
     def enter(self, state: str, waiting_for: str) -> None:
-        """Note what the rank does from now on."""
+        """Note what this rank is doing from now on."""
 
     def close(self) -> None:
         """End engines and Ray; close the logs."""
@@ -125,9 +126,9 @@ class Rank0(OtherRank):
         self._eval_log: EvalLog | None = None
         self._batches: BatchSource | None = None
         self._code: dict[str, str] = {}
-        """Digests of the Python files that the configuration names, as they were at the start."""
+        """Digests, at the start, of the Python files that the configuration names."""
         self._handout: Handout | None = None
-        """Batch that was awaited."""
+        """Batch that was taken and not yet handed out."""
         self._flow_metrics: dict[str, MetricValue] = {}
         """Metrics of engines and controller, since the batch before."""
         self._state, self._since = "starting", time.monotonic()
@@ -146,12 +147,12 @@ class Rank0(OtherRank):
     ) -> None:
         config, self.version, self.schedule = self.config, version, schedule
         self.set_status("starting", "Ray, engines and controller" if config.rollout else "data")
-        # At the start: files edited during the run are not the ones it imported.
+        # At the start: files edited during the run are not those that it imported.
         self._code = code_digests(config.model_dump(mode="json"))
         self._log = MetricsLog(
             config.run.dir,
             tensorboard=config.observe.tensorboard,
-            # Lines after the checkpoint belong to steps that will be made again; the log cuts
+            # Lines after the checkpoint belong to steps that will be repeated; the log removes
             # them.
             first_step=version + 1,
             prometheus_port=config.observe.prometheus_port,
@@ -191,7 +192,7 @@ class Rank0(OtherRank):
         self._handout = self._open.next_batch(self.version)
 
     def next_batch(self) -> TrainBatch | None:
-        # Handed out once: a batch that is taken trains.
+        # Handed out once: every batch that is taken trains.
         handout, self._handout = self._handout, None
         if handout is None:
             return None
@@ -222,7 +223,7 @@ class Rank0(OtherRank):
 
     def log(self, batch: RankBatch, metrics: Mapping[str, MetricValue]) -> None:
         assert self._log is not None
-        # Measured per optimizer step, and a batch may make several.
+        # Measured per optimizer step; a batch may make several steps.
         norm = metrics.get("update/norm")
         seen = summarise(
             batch,
@@ -248,7 +249,7 @@ class Rank0(OtherRank):
         return times | {"time/step_s": sum(times.values())}
 
     def position(self) -> DataState:
-        # Nothing is handed out that has not trained, so the position is that of this version.
+        # Every batch that was handed out has trained, so the position is that of this version.
         return self._open.state()
 
     def record_of(self, position: DataState | None) -> dict[str, Any]:

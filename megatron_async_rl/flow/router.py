@@ -1,32 +1,33 @@
-"""Requests and the lanes in which they wait: which engine gets a request, and what comes back.
+"""Requests and the lanes in which they wait: choice of an engine, and processing of its answers.
 
     put, run --> lane --place--> held by one engine --report--> sample
                    ^                    |
                    +--- aborted, or the engine was lost
 
 Invariants of requests:
-- one engine at a time has a request; what a lost engine had not answered goes to the front of its
-  lane;
+- one engine at a time has a request; the unanswered requests of a lost engine return to the front
+  of their lane;
 - a request is given up only on evidence. A loss counts against the requests that the engine had if
   one of them may be the reason (engine_task.EngineLost). After LOSSES_BEFORE_ALONE such losses a
   request runs alone on an engine. If that engine is lost, too, the request is given up. A long
   response shares many engines and is not the reason for their end;
 - a request that continues with its own tokens needs the version that sampled the last of them, or a
   newer one;
-- only this file writes which requests a slot holds, and which of them it is to abort. The fleet
+- only this file records which requests a slot holds, and which of them it must abort. The fleet
   knows which engines exist and serve.
 
 Invariants of lanes, which use no clocks and no tasks:
-- requests that the same engines may answer wait in one lane, in order. Evaluations go first, then
-  what was admitted under older versions;
+- requests that the same engines may answer wait in one lane, in order. Evaluations come first, then
+  requests of groups that were admitted under older versions;
 - a training request goes only to engines that hold at least its version, an evaluation's only to
   engines that hold exactly its version;
 - an engine never holds more than `capacity` requests. While other engines have yet to load the
-  version that a request needs, an engine takes no more than its share: the others will have room;
+  version that a request needs, an engine gets no more than its share: the others will have room;
 - training and evaluation requests go to engines of their kind; without evaluation engines both
   kinds share;
-- a request that runs alone (`PendingRequest.alone`) goes to an engine that has nothing, and that
-  engine takes nothing else meanwhile. The emptiest engine empties itself for the first that waits.
+- a request that runs alone (`PendingRequest.alone`) goes to an engine without requests, which then
+  gets no other. For the first such request that waits, the emptiest engine gets nothing new until
+  it is empty.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 class Listener:
-    """Interface for events of training requests and engines; every method may keep its default."""
+    """Receiver of events about training requests and engines; each method may keep its default."""
 
     def on_sample(self, sample: SampleRow, request: Request) -> None: ...
     def on_abort(self, aborted: Aborted, request: Request) -> Request:
@@ -69,7 +70,7 @@ class Listener:
 
     def on_give_up(self, request: Request, reason: str) -> None: ...
     def on_version(self, version: int) -> None:
-        """A training engine holds `version`."""
+        """Process the event that a training engine holds `version`."""
 
     def on_error(self, error: BaseException) -> None:
         """End the run."""
@@ -79,15 +80,15 @@ class Listener:
 
 
 class Engines(Protocol):
-    """The fleet, as far as requests need it."""
+    """The part of the fleet that requests use."""
 
     @property
     def slots(self) -> Sequence[EngineSlot]: ...
     def send(self, slot: EngineSlot, call: Callable[[], Awaitable[None]], what: str) -> None:
-        """Begin a call to the slot's engine. A failed call costs the engine."""
+        """Begin a call to the slot's engine. The engine is lost if the call fails."""
 
     def notify(self, call: Callable[[], object]) -> None:
-        """Call the listener. Its error ends the run."""
+        """Call the listener. An error of the listener ends the run."""
 
 
 class Requests:
@@ -107,8 +108,8 @@ class Requests:
 
     @property
     def moved_at(self) -> float:
-        """Time when an engine last answered a request, or a response grew; monotonic seconds. Now,
-        while no engine serves: starts, loads and restarts have limits of their own."""
+        """Time when an engine last answered a request, or a response grew; monotonic seconds. The
+        present time while no engine serves: starts and loads have limits of their own."""
         if any(slot.serving for slot in self._engines.slots):
             return self._moved_at
         return time.monotonic()
@@ -117,7 +118,7 @@ class Requests:
         """Send training requests of groups admitted under `version`, in order, as engines have
         room."""
         for request in requests:
-            # Versions never fall along a response, so the engine needs the prefix's newest.
+            # Versions never fall along a response, so the engine needs the version of its end.
             minimum_version = (
                 version if request.prefix is None else int(request.prefix.versions[-1])
             )
@@ -126,13 +127,14 @@ class Requests:
 
     async def run(self, requests: Sequence[Request], version: int) -> list[SampleRow]:
         """Return the samples that answer held-out `requests`, in their order, from engines that
-        hold `version`; they come before training's. A cancelled call stops its running requests.
+        hold `version`. They take precedence over training. A cancelled call stops its running
+        requests.
 
         Raises EngineFailed if no engine is left, and RequestGivenUp.
         """
         slots = self._engines.slots
         peers = [slot for slot in slots if slot.evaluates == self._separate]
-        # One of the engines that only evaluate that starts again is not given the version again.
+        # An evaluation engine that restarts does not get this version again.
         if all(slot.engine is None if self._separate else slot.dead for slot in peers):
             raise all_lost(slots, self._separate)
         answers = [asyncio.get_running_loop().create_future() for _ in requests]
@@ -147,7 +149,7 @@ class Requests:
             self._forget(evaluation)
 
     def fail_evaluations(self, error: BaseException) -> None:
-        """Raise `error` in all waiting `run` calls; no engine is left to answer them."""
+        """Raise `error` in all waiting `run` calls, because no engine is left to answer them."""
         for pending in self._evaluations:
             if pending.answer is not None and not pending.answer.done():
                 pending.answer.set_exception(error)
@@ -157,7 +159,7 @@ class Requests:
         return self._lanes.waiting()
 
     def holders(self, group: int) -> list[int]:
-        """Engines that hold requests of `group`."""
+        """Return the engines that hold requests of `group`."""
         return [
             slot.index
             for slot in self._engines.slots
@@ -175,21 +177,21 @@ class Requests:
         """Process an engine's report. Raises EngineLost for an answer to something that was not
         requested."""
         answers = report.finished.num_rows + len(report.aborted)
-        # A response that grows is progress: long ones are not late.
+        # A growing response is progress: a long response is not late.
         if answers or report.sampling:
             self._moved_at = time.monotonic()
         if answers:
             watch.progress("responses", answers)
 
         for sample in rows_of(report.finished):
-            # Checked against what was sent: a wrong answer would train.
+            # Compared with the request, because a wrong answer would train.
             pending = slot.held.get(sample.id)
             if pending is None or sample.prompt_id != pending.request.prompt.id:
                 raise EngineLost(
                     f"it answered {sample.id}, prompt {sample.prompt_id}, which was not requested",
                     suspect=False,
                 )
-            # Before the listener is called: a sample counts once, whatever that does.
+            # Before the listener is called: a sample counts once, whatever the listener does.
             self._release(slot, sample.id)
             if pending.answer is None:
                 self._engines.notify(partial(self._listener.on_sample, sample, pending.request))
@@ -206,13 +208,13 @@ class Requests:
 
     def take_back(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
         """Send the requests of a lost engine again. `suspect`: one of them may be the reason."""
-        # Emptied first: a late report of this engine must not answer them, too.
+        # Emptied first, so that a late report of this engine cannot answer the requests, too.
         held, slot.held = list(slot.held.values()), {}
         slot.aborting.clear()
         log.error("%s is lost, %d requests are sent again: %s", slot.name, len(held), reason)
-        # Its removal was requested: that speaks against no request.
+        # A requested removal is not evidence against any request.
         counts = suspect and not slot.leaving
-        # Reversed, because each goes to the front: they keep their order.
+        # Reversed, because each request goes to the front: this keeps their order.
         for pending in reversed(held):
             pending.losses += counts
             if counts and len(held) == 1 and pending.losses >= LOSSES_BEFORE_ALONE:
@@ -246,7 +248,7 @@ class Requests:
             if not pending.answer.done():
                 self._lanes.add(pending, first=True)
             return
-        # The id stays the same: scheduler and lanes mean one request.
+        # The id stays the same: scheduler and lanes refer to the same request.
         pending.request = self._listener.on_abort(aborted, pending.request)
         if aborted.partial is not None:
             pending.minimum_version = max(
@@ -268,7 +270,7 @@ class Requests:
             f" {reason.splitlines()[0] if reason else 'it ended'}"
         )
         if pending.answer is None:
-            # Nothing trains on the rest of its group: no engine is risked for its other suspects.
+            # The rest of its group will not train, so its other suspects must not cost an engine.
             for one in (pending, *self._lanes.take_alone(request.group)):
                 self._engines.notify(partial(self._listener.on_give_up, one.request, text))
         elif not pending.answer.done():
@@ -280,7 +282,7 @@ class Requests:
         for pending in evaluation:
             assert pending.answer is not None
             pending.answer.cancel()
-        # Waiting ones just go; an engine answers an abort of what it holds.
+        # Waiting requests are simply removed; an engine answers an abort of the others.
         self._lanes.forget(evaluation)
         for slot in self._engines.slots:
             self._abort(slot, [one for one in evaluation if slot.held.get(one.request.id) is one])
@@ -298,25 +300,26 @@ def all_lost(slots: Iterable[EngineSlot], evaluates: bool) -> EngineFailed:
     peers = [slot for slot in slots if slot.evaluates == evaluates]
     reasons = "; ".join(f"engine {slot.index}: {slot.lost}" for slot in peers)
     message = f"no {kind} engine is left: {reasons}"
-    # Memory first: it is the cause that the user can act on.
+    # Memory first: it is the cause that the user can fix.
     out = [slot.memory_out for slot in peers if slot.memory_out is not None]
     return EngineMemoryOut(message, *out[0]) if out else EngineFailed(message)
 
 
 AFFINITY_LEAST = 8
-"""Smallest number of requests that an engine that knows the prompt may have more than the least
-loaded engine."""
+"""Smallest limit for how many more requests than the least loaded engine an engine may have that
+has the prompt in its cache."""
 LOOKAHEAD = 4
-"""An engine is given max_concurrent / LOOKAHEAD requests more than it decodes at a time, so that
-all its slots stay busy."""
+"""An engine gets max_concurrent / LOOKAHEAD requests more than it decodes at a time, so that all
+its slots stay busy."""
 GROUPS_REMEMBERED = 4096
-"""Newest groups whose engine is remembered, for its prefix cache."""
+"""Number of newest groups whose engine is remembered, for its prefix cache."""
 
 LaneKey = tuple[bool, int]
-"""Training requests (or else an evaluation's), and the version. Lanes are served in this order."""
+"""True for training requests, False for an evaluation's; and the version. Lanes are served in this
+order."""
 Lane = OrderedDict[str, PendingRequest]
 RequestBatches = dict[int, list[Request]]
-"""Requests to send, by the engine's index."""
+"""Requests to send, by index of the engine."""
 
 
 def capacity_of(places: int) -> int:
@@ -334,8 +337,8 @@ class EngineCandidate(Protocol):
 
 
 class Router:
-    """Choice of an engine: the least loaded one with room, or one nearly as empty that knows the
-    prompt. `capacity`: largest number of requests that one engine holds."""
+    """Choice of an engine: the least loaded one with room, or one nearly as empty that has the
+    prompt in its cache. `capacity`: largest number of requests that one engine holds."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -343,14 +346,14 @@ class Router:
         self._last: OrderedDict[int, int] = OrderedDict()
 
     def choose[P: EngineCandidate](self, slots: Sequence[P], group: int, limit: int) -> P | None:
-        """Return an engine and remember where the group went; None if all hold `limit` requests. Of
-        several that are equally empty, the first."""
+        """Return an engine and remember it for the group; None if all hold `limit` requests. Of
+        several engines with the same load, return the first."""
         least = min(slots, key=lambda slot: len(slot.held), default=None)
         if least is None or len(least.held) >= limit:
             return None
         last = self._last.get(group)
         near = None if last is None else next((slot for slot in slots if slot.index == last), None)
-        # Within the slack, a prefix that is cached saves more than the imbalance costs.
+        # Up to this imbalance, a cached prefix saves more than the imbalance costs.
         if near is not None and len(near.held) < min(limit, len(least.held) + self._slack + 1):
             return near
         self._last[group] = least.index
@@ -369,10 +372,10 @@ class Lanes:
         self._separate = separate
         self._lanes: dict[LaneKey, Lane] = {}
         self._alone: dict[str, PendingRequest] = {}
-        """Requests that wait for an engine of their own, in order."""
+        """Requests that wait for an empty engine, in order."""
 
     def add(self, pending: PendingRequest, *, first: bool = False) -> None:
-        """Add a request. `first`: before those that wait already."""
+        """Add a request. `first`: ahead of those that already wait."""
         if pending.alone:
             self._alone[pending.request.id] = pending
             return
@@ -391,7 +394,7 @@ class Lanes:
                     del lane[pending.request.id]
 
     def take_alone(self, group: int) -> list[PendingRequest]:
-        """Remove and return the requests of a group that wait for an engine of their own."""
+        """Remove and return the requests of a group that wait for an empty engine."""
         taken = [one for one in self._alone.values() if one.request.group == group]
         self.forget(taken)
         return taken
@@ -402,11 +405,11 @@ class Lanes:
         return alone + sum(len(lane) for (training, _), lane in self._lanes.items() if training)
 
     def place(self, slots: Sequence[EngineSlot]) -> RequestBatches:
-        """Give engines the requests that they have room for and may answer; their `held` has them
-        from now on."""
+        """Assign to engines the requests that they have room for and may answer. From now on `held`
+        of the slots contains them."""
         batches: RequestBatches = {}
         reserved = self._place_alone(slots, batches)
-        # False comes first: evaluations, for which rank 0 waits; then older versions, which are due
+        # False sorts first: evaluations, for which rank 0 waits; then older versions, which are due
         # first.
         for key in sorted(self._lanes):
             lane = self._lanes[key]
@@ -414,7 +417,7 @@ class Lanes:
             able = [one for one in able if one.index not in reserved]
             while lane:
                 pending = next(iter(lane.values()))
-                # A request of an abandoned evaluation ends there before its id is used again.
+                # A request of an abandoned evaluation must end there before its id is used again.
                 free = (
                     able if key[0] else [one for one in able if pending.request.id not in one.held]
                 )
@@ -429,8 +432,8 @@ class Lanes:
         return batches
 
     def _place_alone(self, slots: Sequence[EngineSlot], batches: RequestBatches) -> set[int]:
-        """Return the engines that take nothing else: they have a request that runs alone, get one
-        now, or empty themselves for one."""
+        """Return the engines that get no other request, because they have a request that runs
+        alone, get one now, or finish their requests to become empty for one."""
         reserved = {
             slot.index for slot in slots if any(pending.alone for pending in slot.held.values())
         }
@@ -440,10 +443,10 @@ class Lanes:
             if not free:
                 continue
             slot = min(free, key=lambda one: len(one.held))
-            # Also while it is busy: it gets nothing new, and so becomes empty.
+            # Also while it is busy: without new requests it becomes empty.
             reserved.add(slot.index)
             if slot.held:
-                break  # one engine at a time empties itself
+                break  # only one engine at a time becomes empty
             del self._alone[name]
             slot.held[name] = pending
             batches.setdefault(slot.index, []).append(pending.request)
@@ -451,8 +454,8 @@ class Lanes:
 
     def _eligible(self, key: LaneKey, slots: Sequence[EngineSlot]) -> tuple[list[EngineSlot], int]:
         """Return the engines that may answer a lane's requests, and how many requests each may
-        hold. The limit is the same for the whole lane, since placed requests move from waiting to
-        held."""
+        hold. The limit holds for the whole lane, since requests that are placed move from waiting
+        to held."""
         training, version = key
         evaluates = not training and self._separate
         there = [
@@ -463,7 +466,7 @@ class Lanes:
         able = [slot for slot in there if slot.serving and slot.version >= version]
         if not training:
             return [one for one in able if one.version == version], self._router.capacity
-        # Otherwise some engines still load: leave their share for them.
+        # Otherwise some engines are still loading: leave their share for them.
         if len(able) == len(there):
             return able, self._router.capacity
         requests = self.waiting() + sum(len(slot.held) for slot in there)

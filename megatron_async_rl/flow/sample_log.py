@@ -5,18 +5,18 @@ outcomes.
 
 Invariants, in addition to those of the files (samples/segments.py):
 - the controller's loop only appends to a queue; one thread reads, converts and writes;
-- the log never slows or ends the run. A full queue or disk loses rows of the log; the run's events
-  note that once, and the thread tries again later;
-- rows queued FLUSH_S ago are in the file; all rows that a checkpoint's `position` counts are on the
+- the log never slows or ends the run. If the queue or the disk is full, rows of the log are lost;
+  the run's events record that once, and the thread tries again later;
+- rows queued FLUSH_S ago are in the file; all rows that a checkpoint's `position` counts are on
   disk (fsync) before the checkpoint is;
-- `begin(position)` removes the outcomes of a history that the checkpoint does not know, so no
-  sample counts as trained in two histories; the samples themselves stay;
-- the log's mark (samples/log_mark.py) counts only what is on the disk, and a file with less than
-  its mark is not closed as if it were whole;
-- the run's events note a damaged or missing file and a gap in `seq`; the rest stays as it is, and
+- `begin(position)` removes the outcomes after the checkpoint, so no sample counts as trained in two
+  histories; the samples themselves stay;
+- the log's mark (samples/frames.py) counts only rows that are on disk, and a file with fewer rows
+  than its mark is not closed as if it were whole;
+- the run's events record a damaged or missing file and a gap in `seq`. Such files stay as they are;
   only a torn tail is cut off;
-- the log has an evaluation of one version once, however often it was begun;
-- the segments take `keep_mib` at most, and at least the newest is kept.
+- the log contains one evaluation of each version, however often it was begun;
+- the segments use at most `keep_mib`, but at least the newest is kept.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.samples.columns import LOGGED, SCHEMA
 from megatron_async_rl.samples.frames import (
+    MARK_FILE,
     OPEN,
+    LogMark,
     SegmentBroken,
     finish,
+    read_mark,
     replace_whole,
 )
-from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
-from megatron_async_rl.samples.log_mark import LogMark, read_mark
 from megatron_async_rl.samples.open_segment import OpenSegment, OutcomeRow, size_of
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.segments import (
@@ -70,49 +71,49 @@ CHECKPOINT_WAIT_S = 10.0
 QUEUED = 100_000
 """Largest number of samples and outcomes in the thread's queue; further ones are lost."""
 ROWS, TOKENS = 256, 2**18
-"""Limits of one record batch: the thread holds the interpreter only for so long."""
+"""Limits of one record batch, and so of the time for which the thread holds the interpreter."""
 
 LogWrite = Callable[[], None]
 
 
 class SampleLog:
-    """Log that keeps nothing (`samples.keep_mib: 0`) and only carries the position on."""
+    """Log that keeps nothing (`samples.keep_mib: 0`) except the position."""
 
     def __init__(self) -> None:
         self._next_seq = 0
 
     @property
     def position(self) -> int:
-        """Outcomes so far, over the whole run: for the checkpoint."""
+        """Number of outcomes so far in the whole run, for the checkpoint."""
         return self._next_seq
 
     @property
     def mark(self) -> LogMark | None:
-        """How far the log is on the disk, for the checkpoint; null without a log."""
+        """Extent of the log on disk, for the checkpoint; null without a log."""
         return None
 
     def begin(self, position: int, after: int = -1) -> None:
         """Continue from a checkpoint's `position`; 0: from the run's beginning. `after`: segment of
-        the checkpoint's mark. New segments are numbered behind it, even if the user moved the log
-        away: a new log then does not look like a log that has lost its end."""
+        the checkpoint's mark. New segments get higher numbers, even if the user moved the log away:
+        otherwise the new log would look like a log that has lost its end."""
         self._next_seq = max(self._next_seq, position)
 
     def admitted(self, group: int, step: int) -> None:
-        """Record that a group entered the buffer, or was taken up from a checkpoint. `step`: the
-        next one."""
+        """Record that a group entered the buffer, or was restored from a checkpoint. `step`: the
+        next step."""
 
     def finished(self, sample: SampleRow) -> None:
         """Record a response with its reward."""
 
     def trained(self, groups: Sequence[int], samples: Sequence[SampleRow], step: int) -> None:
         """Record that the batch of optimizer step `step` was handed out. It consumes `groups` and
-        trains on `samples`, which belong to other groups with replay."""
+        trains on `samples`, which with replay belong to other groups."""
 
     def group_dropped(self, group: int, step: int, reason: str) -> None:
-        """Record that the group will not train. `step`: the next one."""
+        """Record that the group will not train. `step`: the next step."""
 
     def dropped(self, sample: SampleRow, step: int, reason: str) -> None:
-        """Record that a finished response will not train. `step`: the next one."""
+        """Record that a finished response will not train. `step`: the next step."""
 
     def evaluated(
         self, answers: Sequence[tuple[Prompt, Sequence[SampleRow]]], version: int
@@ -120,15 +121,15 @@ class SampleLog:
         """Record a complete held-out evaluation."""
 
     def flush(self) -> None:
-        """Wait until the queue is written, at most CHECKPOINT_WAIT_S. Blocks, so not for the
-        loop."""
+        """Wait until the queue is written, at most CHECKPOINT_WAIT_S. This call blocks, so it must
+        not run on the event loop."""
 
     def close(self) -> None:
         """Write the queue and end the thread."""
 
 
 class SampleLogWriter(SampleLog):
-    """Keeps segments in `run_dir`/samples, from `begin` on."""
+    """Log that writes segments to `run_dir`/samples, from `begin` on."""
 
     def __init__(self, run_dir: Path, settings: SamplesConfig) -> None:
         super().__init__()
@@ -140,7 +141,7 @@ class SampleLogWriter(SampleLog):
         self._wake, self._closing = threading.Event(), False
         self._thread = threading.Thread(target=self._write_on, name="sample log", daemon=True)
 
-        # The rest belongs to the thread.
+        # Only the thread uses the attributes below.
         self._samples: list[SampleRow] = []
         self._outcomes: list[OutcomeRow] = []
         self._tokens = 0
@@ -162,7 +163,7 @@ class SampleLogWriter(SampleLog):
     def begin(self, position: int, after: int = -1) -> None:
         super().begin(position)
         self._highest = after
-        # Not here on the loop: a long run has millions of outcomes.
+        # Not here on the event loop, because a long run has millions of outcomes.
         self._put(lambda: self._take_up(position))
         self._thread.start()
 
@@ -174,7 +175,7 @@ class SampleLogWriter(SampleLog):
 
     def trained(self, groups: Sequence[int], samples: Sequence[SampleRow], step: int) -> None:
         whole = [(group, None, None) for group in groups]
-        # By group and by sample: with replay a batch trains on other groups than it consumes.
+        # By group and by sample: with replay, a batch trains on groups that it does not consume.
         self._put_outcomes(whole, "consumed", step, None)
         self._put_outcomes(map(_subject, samples), "trained", step, None)
 
@@ -228,7 +229,7 @@ class SampleLogWriter(SampleLog):
             (seq, group, name, finished_at, outcome, step, reason)
             for seq, (group, name, finished_at) in enumerate(subjects, self._next_seq)
         ]
-        # Also if the queue is full: the gap in `seq` shows that rows were lost.
+        # Even if the queue is full: the gap in `seq` shows that rows were lost.
         self._next_seq += len(rows)
         self._put(lambda: self._outcomes.extend(rows), rows=len(rows))
 
@@ -258,7 +259,7 @@ class SampleLogWriter(SampleLog):
             self._write()
 
     def _take_up(self, position: int) -> None:
-        """Cut the log of an earlier process back to the history up to `position`."""
+        """Reduce the log of an earlier process to the history up to `position`."""
         try:
             try:
                 require_checksums(self._folder)
@@ -274,11 +275,11 @@ class SampleLogWriter(SampleLog):
                 lambda batch: batch.filter(pc.less(batch["seq"], position))
             )
             self._note_gaps(seqs, position)
-        except Exception as error:  # noqa: BLE001 - the log must not cost the run
+        except Exception as error:  # noqa: BLE001 - an error of the log must not end the run
             self._failed(error, 0)
 
     def _note_gaps(self, seqs: Sequence[np.ndarray], position: int) -> None:
-        # The writer deletes the oldest segments for room, and their outcomes with them.
+        # The writer deletes the oldest segments, with their outcomes, to make space.
         whole = numbers_in(self._folder)[:1] in ([], [0])
         gaps = gaps_in(seqs, first=0 if whole else None, end=position)
         if gaps:
@@ -289,7 +290,7 @@ class SampleLogWriter(SampleLog):
             )
 
     def _finish_open(self) -> None:
-        """Close files that were left open; damaged ones stay as they are."""
+        """Close files that were left open; leave damaged files unchanged."""
         try:
             mark = read_mark(self._run_dir)
         except SegmentBroken as error:
@@ -301,7 +302,7 @@ class SampleLogWriter(SampleLog):
                 if is_new(path) and any(
                     file_of(self._folder, table, number) is None for table in TABLES
                 ):
-                    # The process was killed between making this file and making the other one.
+                    # The process was killed after it had made only one of the two files.
                     path.unlink()
                     continue
                 of_mark = mark is not None and mark.segment == number
@@ -313,7 +314,7 @@ class SampleLogWriter(SampleLog):
                 self._failed(error, 0)
 
     def _forget_evaluation(self, version: int) -> None:
-        """Mark an evaluation as repeated, which a crash before its checkpoint causes."""
+        """Mark an evaluation as repeated, after a crash before its checkpoint."""
         if version not in self._evaluated_before:
             return
 
@@ -321,7 +322,7 @@ class SampleLogWriter(SampleLog):
             of_it = pc.and_(
                 pc.equal(batch["outcome"], "evaluated"), pc.equal(batch["step"], version)
             )
-            # The rows stay, without their samples: a gap in `seq` would be rows that were lost.
+            # The rows stay, without their samples, because a gap in `seq` means lost rows.
             changed = {
                 "id": pc.if_else(of_it, None, batch["id"]),
                 "finished_at": pc.if_else(of_it, None, batch["finished_at"]),
@@ -335,11 +336,11 @@ class SampleLogWriter(SampleLog):
     def _change_outcomes(
         self, change: Callable[[pa.RecordBatch], pa.RecordBatch]
     ) -> list[np.ndarray]:
-        """Change the outcomes of every segment but the present one; return the `seq` of each that
-        is left.
+        """Change the outcomes of every segment except the present one; return the `seq` of each
+        that remains.
 
-        Reads batch by batch, and replaces only files that change. A damaged file stays as it is:
-        its readable part is not the file.
+        Reads batch by batch, and replaces only files that change. A damaged file stays unchanged:
+        its readable part is not the whole file.
         """
         evaluated = set[int]()
         seqs: list[np.ndarray] = []
@@ -385,7 +386,7 @@ class SampleLogWriter(SampleLog):
             self._segment.write(samples, outcomes)
             if self._segment.size >= self._segment_size:
                 self._close_segment(self._segment)
-        except Exception as error:  # noqa: BLE001 - the log must not cost the run
+        except Exception as error:  # noqa: BLE001 - an error of the log must not end the run
             self._failed(error, len(samples) + len(outcomes))
             return
 
@@ -396,7 +397,7 @@ class SampleLogWriter(SampleLog):
         self._retry_at, self._noted = None, False
 
     def _sync(self) -> None:
-        if self._segment is None:  # a closed one is on the disk
+        if self._segment is None:  # a closed segment is on disk
             return
         try:
             self._segment.sync()
@@ -410,7 +411,7 @@ class SampleLogWriter(SampleLog):
         self._segment = None
         try:
             self._set_mark(mark)
-        except OSError as error:  # the rows are on the disk
+        except OSError as error:  # the rows are on disk
             self._failed(error, 0)
 
     def _set_mark(self, mark: LogMark) -> None:
@@ -418,9 +419,9 @@ class SampleLogWriter(SampleLog):
         self._mark = mark
 
     def _next_segment(self) -> OpenSegment:
-        """Return a new segment, after removing the oldest ones for room."""
+        """Return a new segment, after deleting the oldest ones to make space."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._finish_open()  # what could not be closed before
+        self._finish_open()  # files that could not be closed before
         old = numbers_in(self._folder)
         sizes = {number: size_of(self._folder, number) for number in old}
         while old and sum(sizes.values()) + self._segment_size > self._keep:
@@ -433,7 +434,7 @@ class SampleLogWriter(SampleLog):
         return OpenSegment(self._folder, self._highest, self._schema)
 
     def _failed(self, error: Exception, lost: int) -> None:
-        """Close the present segment after its last whole batch, and try again later."""
+        """Close the present segment after its last whole batch, to try again later."""
         log.warning("the sample log cannot be written: %s", error, exc_info=True)
         self._lost += lost
         self._retry_at = time.monotonic() + RETRY_S
@@ -456,7 +457,7 @@ class SampleLogWriter(SampleLog):
         )
 
     def _note_apart(self, text: str) -> None:
-        """Note `text` whatever was noted before."""
+        """Note `text` even if another text was noted before."""
         noted, self._noted = self._noted, False
         self._note(text)
         self._noted = noted
@@ -468,20 +469,20 @@ class SampleLogWriter(SampleLog):
         try:
             note(self._run_dir, text)
             self._noted = True
-        except OSError as error:  # the same full disk: reported with the next attempt
+        except OSError as error:  # the disk is still full: the next attempt reports it
             log.warning("%s (and not noted: %s)", text, error)
 
 
 def open_sample_log(run_dir: Path, settings: SamplesConfig) -> SampleLog:
-    """The log that the configuration requests; nothing is touched before `begin`."""
+    """Return the log that the configuration requests; no file changes before `begin`."""
     return SampleLogWriter(run_dir, settings) if settings.keep_mib else SampleLog()
 
 
 _Subject = tuple[int, str | None, float | None]
-"""Group, id and time: of a whole group without the last two."""
+"""Group, id and time; the last two are None for a whole group."""
 
 
 def _subject(sample: SampleRow) -> _Subject:
-    # A response that trains again has its first id and a suffix (flow/selection.py).
+    # The id of a response that trains again is its first id and a suffix (flow/scheduler.py).
     name = sample.id.partition("@")[0]
     return int(name.rpartition("-")[0]), name, sample.finished_at

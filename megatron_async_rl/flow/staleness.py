@@ -7,25 +7,26 @@ long as
 
     admitted - dropped  <=  (v + 1) B + ceil(alpha B)   (the budget; ROLL Flash, arXiv 2510.11345)
 
-and a group admitted under v has the deadline v + A: the last step that may train on it. Only
-engines that hold v or newer weights are asked for it, then and after a loss, and an engine's
+and a group admitted under v has the deadline v + A: the last step that may train on it. Requests of
+the group go only to engines that hold v or newer weights, also after a loss, and an engine's
 weights only move forward, so its first token comes from a version start >= v, whether or not
 weights change while it is being sampled; a group consumed by its deadline has lag c - start <= A.
 Engines need not hold the same version: a slower engine gets requests of older groups only.
 
-Why every deadline can be met. Say the plan is feasible at step c when for every c' >= c at most
+Why every deadline can be met. Call the plan feasible at step c if for every c' >= c at most
 (c' - c + 1) B groups that are not consumed yet have a deadline <= c'. Then some choice of B groups
-for step c leaves a plan that holds at c + 1 (the most urgent first does), so by continuing no
-deadline is ever missed. And the plan always holds:
-- Admission keeps it. Step c has consumed cB groups before it. By the budget, with ceil(alpha B) <=
-  A B, at most (v + 1 + A) B - cB = (d - c + 1) B groups of whatever deadline are left over, where
-  d = v + A is the deadline of the new one. That one counts only at c' >= d, where this suffices; c'
-  < d is as before. Nothing is assumed of the versions that others were admitted under.
-- Selection takes only batches that leave the plan feasible (`selection.py`). Taking the oldest
-  does: versions of admission never fall from one group to the next, so the oldest are the most
-  urgent. So does waiting: pacing costs time, never a bound.
-- Dropping a group makes room for one more, and takes one from every count it was in.
-- Over-sampling (`oversample`) adds to the budget only up to A B, which is what the above uses.
+for step c leaves a plan that is feasible at c + 1 (the most urgent groups are such a choice), so by
+induction no deadline is ever missed. The plan is always feasible:
+- Admission keeps it feasible. Step c has consumed cB groups before it. By the budget, with
+  ceil(alpha B) <= A B, at most (v + 1 + A) B - cB = (d - c + 1) B groups remain, whatever their
+  deadlines, where d = v + A is the deadline of the new group. The new group counts only at c' >= d,
+  where this suffices; nothing changes at c' < d. The versions under which the other groups were
+  admitted do not matter.
+- Selection takes only batches that leave the plan feasible (`scheduler.py`). The oldest groups are
+  such a batch: versions of admission never fall from one group to the next, so the oldest are the
+  most urgent. Waiting keeps the plan feasible, too: pacing costs time, but never breaks the bound.
+- Dropping a group permits one more admission, and reduces every count that included the group.
+- Over-sampling (`oversample`) adds to the budget only up to A B, as assumed above.
 
 With alpha = 0 a group is admitted only at the version that trains on it: synchronous.
 
@@ -35,11 +36,12 @@ holds; a group admitted at v < F trains at v, and a group admitted at v >= F at 
 .. F - 1 train on lag 0 only. (Versions of the run count: a run resumed at b has F - b fresh steps
 left.)
 
-A run may begin with groups that a former one left: with no more than the budget permits, and only
-with such deadlines that the plan holds at its first step. From there on all of the above holds.
+A run may begin with groups that an earlier run left: no more than the budget permits, and only with
+deadlines for which the plan is feasible at its first step. From there on all of the above holds.
 
-How long a response takes never enters: the bound does not rely on timing. It is a bound on what is
-trained as soon as it is taken; what a replay store gives out again later has whatever age it has.
+The duration of a response does not occur above: the bound does not rely on timing. It bounds the
+lag of data that trains as soon as it is taken; responses that a replay store returns later have any
+age.
 """
 
 from __future__ import annotations
@@ -68,22 +70,22 @@ def admitted_limit(
     version: int,
     prompts_per_step: int,
     async_ratio: float,
-    fresh_steps: int = 0,
-    oversample: float = 0.0,
+    fresh_steps: int,
+    oversample: float,
 ) -> int:
     """Return the number of groups that may have been admitted, in all, under `version` (0 for a new
     run)."""
     ahead = 0
     if version >= fresh_steps:
         wanted = as_written(async_ratio) + as_written(oversample)
-        # The proof uses a budget of at most A B ahead.
+        # The proof assumes a budget of at most A B ahead.
         share = min(wanted, Fraction(max_lag(async_ratio)))
         # ceil(alpha B), exact: `share` is a Fraction.
         ahead = math.ceil(share * prompts_per_step)
     return (version + 1) * prompts_per_step + ahead
 
 
-def deadline(version: int, async_ratio: float, fresh_steps: int = 0) -> int:
+def deadline(version: int, async_ratio: float, fresh_steps: int) -> int:
     """Return the last step that may train on a group admitted at `version`."""
     return version + (max_lag(async_ratio) if version >= fresh_steps else 0)
 
@@ -105,12 +107,12 @@ def check_lags(
     version: int,
     flow: FlowConfig,
     first_versions: Collection[int],
-    fresh_steps: int = 0,
+    fresh_steps: int,
 ) -> None:
     """Raise StalenessViolated unless every sample may train `version`.
 
-    `first_versions`: versions before which there was too little to wait behind; groups that
-    exact_lag admits under them have less lag.
+    `first_versions`: versions at which too few groups were waiting; groups that exact_lag admits
+    under them have less lag.
     """
     exact = isinstance(flow.selection, ExactLag)
     for sample in samples:

@@ -1,5 +1,5 @@
-"""Metrics of a batch of samples (rewards, lengths, lags), of what was dropped meanwhile, and of
-what engines and controller did between two steps."""
+"""Metrics of a batch of samples (rewards, lengths, lags), of samples dropped meanwhile, and of the
+work of engines and controller between two steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def summarise(
     """
     errors: dict[str, MetricValue] = {"reward/errors": int((~batch.valid).sum())}
     equal = _equal_groups(batch)
-    # Means of nothing would be nan.
+    # The mean of an empty array would be nan.
     if not batch.valid.any():
         return errors
     if not batch.valid.all():
@@ -70,7 +70,7 @@ def summarise(
         "tokens/prompt": int(batch.prompt_lengths.sum()),
     }
     if not batch.loss_mask.all():
-        # A turn begins where the token before is not of it: another sample's, or not trained on.
+        # A turn begins where the preceding token belongs to another sample or is not trained on.
         before = np.concatenate(([0], batch.loss_mask[:-1]))
         before[batch.starts[:-1]] = 0
         metrics["response/turns_mean"] = float((batch.loss_mask > before).sum() / len(batch))
@@ -92,12 +92,12 @@ def summarise(
 
 def _equal_groups(batch: RankBatch) -> dict[str, MetricValue]:
     """Return the share of groups of several samples whose rewards are all equal. Failed rewards
-    count as equal: they teach nothing, either."""
+    count as equal, because they teach nothing, either."""
     groups = int(batch.group.max()) + 1
     lowest, highest = np.full(groups, np.inf), np.full(groups, -np.inf)
     np.minimum.at(lowest, batch.group[batch.valid], batch.rewards[batch.valid])
     np.maximum.at(highest, batch.group[batch.valid], batch.rewards[batch.valid])
-    # A group of one has no spread, and would count as equal.
+    # A group of one sample has no spread, and would count as equal.
     several = np.bincount(batch.group, minlength=groups) > 1
     if not several.any():
         return {}
@@ -151,7 +151,7 @@ class EngineCounts:
     busy_s: float
     restarts: int
     generated: int = 0
-    """Tokens of `tokens` that are for training."""
+    """Number of `tokens` sampled for training."""
 
 
 def engine_counts(slot: EngineSlot) -> EngineCounts:
@@ -168,8 +168,8 @@ def engine_counts(slot: EngineSlot) -> EngineCounts:
 
 
 def describe_flow(stats: Mapping[str, Any], scoring: int) -> str:
-    """Return one line for the stall report. `stats`: the controller's; `scoring`: number of groups
-    that wait for their reward."""
+    """Return one line for the stall report. `stats`: counts of the controller; `scoring`: number of
+    groups that wait for their reward."""
     engines = "; ".join(
         f"engine {index}: {'version ' + str(one.version) if one.alive else 'lost'},"
         f" {one.in_flight} in flight"
@@ -183,18 +183,18 @@ def describe_flow(stats: Mapping[str, Any], scoring: int) -> str:
 
 
 def flow_metrics(counts: Mapping[str, float]) -> dict[str, MetricValue]:
-    """Return `counts` under the metrics' names with `flow/`; unknown ones are left out."""
+    """Return `counts` under the metrics' names with `flow/`, without unknown ones."""
     return {key: counts[name] for key in COUNTS if (name := key.removeprefix("flow/")) in counts}
 
 
 def engine_metrics(
     now: Sequence[EngineCounts], before: Sequence[EngineCounts], seconds: float
 ) -> dict[str, MetricValue]:
-    """Return metrics of the `seconds` between `before` and `now`. Engines that `before` lacks have
+    """Return metrics of the `seconds` between `before` and `now`. Engines missing in `before` have
     joined since.
 
-    An engine counts since its start: one with fewer than before was restarted, and all its counts
-    are new.
+    An engine counts since its start: an engine with smaller counts than before was restarted, and
+    all its counts are new.
     """
     new = EngineCounts(alive=True, version=0, in_flight=0, tokens=0, busy_s=0.0, restarts=0)
     # An engine that has joined counts from zero.
@@ -225,8 +225,8 @@ def engine_metrics(
 def counted(
     now: Sequence[EngineCounts], before: Sequence[EngineCounts], seconds: float
 ) -> list[EngineCounts]:
-    """Return the `before` of the next `engine_metrics`: busy time above `seconds`, which an engine
-    reported late, counts then."""
+    """Return the `before` of the next `engine_metrics`, which then counts the busy time above
+    `seconds` that an engine reported late."""
     earlier = [*(old.busy_s for old in before), *[0.0] * (len(now) - len(before))]
     # At most the interval: the rest of a late report counts in the next one.
     limits = [
@@ -239,12 +239,12 @@ def counted(
 
 
 def _since(new: float, old: float) -> float:
-    # Fewer than before: the engine restarted and counts from zero.
+    # Less than before: the engine restarted and counts from zero.
     return new - old if new >= old else new
 
 
 class FlowCounts:
-    """Counts of all responses so far, and of what the last line of metrics had of them."""
+    """Counts of all responses so far, and those at the last line of metrics."""
 
     def __init__(self) -> None:
         self.responses = {"samples": 0, "tokens": 0, "truncated": 0, "reward_errors": 0}
@@ -269,7 +269,7 @@ class FlowCounts:
         waiting: int,
         oldest_s: float,
     ) -> dict[str, Any]:
-        """Return counts since the start: `groups`, the scheduler's; those of responses; and
+        """Return counts since the start: `groups` (the scheduler's), the counts of responses, and
         `engines`, the EngineCounts of each of `slots`. `waiting`: requests that no engine has."""
         return {
             **groups,
@@ -290,8 +290,8 @@ class FlowCounts:
         relayed: Relayed | None = None,
     ) -> dict[str, MetricValue]:
         """Return metrics of the time since the last call; docs/metrics.md documents the keys.
-        `stats`: the controller's, with the counts of each of `slots`. `transfer`: of the version
-        loaded last. `relayed`: of the version that reached another machine last."""
+        `stats`: counts of the controller, with those of each of `slots`. `transfer`: of the version
+        loaded last. `relayed`: of the version that last reached another machine."""
         now = time.monotonic()
         engines = [
             counts

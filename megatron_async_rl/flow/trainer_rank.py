@@ -1,10 +1,10 @@
 """One rank's part in a run besides the policy: device phases, staging, evaluations, checkpoints.
 
 Invariants:
-- every public method is collective: all ranks call it at the same point of the loop, and it differs
-  by rank only inside `rank0` and `Layout.from_rank_zero`;
-- on-demand buckets are filled while rank 0 waits for the controller, by the ranks' main threads:
-  no other collective of theirs can be under way (`_meanwhile`).
+- every public method is collective: all ranks call it at the same point of the loop, and ranks
+  differ only inside `rank0` and `Layout.from_rank_zero`;
+- while rank 0 waits for the controller, the ranks' main threads fill on-demand buckets: no other
+  collective of these ranks may run at that time (`_meanwhile`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MeanLoss = Callable[[Callable[[], TrainBatch | None]], tuple[float, int]]
 
 
 class TrainerRank:
-    """One rank of the trainer. rank0: part that only rank 0 has; its null counterpart on other
-    ranks. version: of the weights."""
+    """One rank of the trainer. rank0: the object that only rank 0 has; its null counterpart on
+    other ranks. version: of the weights."""
 
     def __init__(self, config: Config, layout: Layout) -> None:
         self.config = config
@@ -48,7 +48,7 @@ class TrainerRank:
         self.rank0 = Rank0(config) if layout.rank == 0 else OtherRank()
         self.version = 0
         self.schedule: EvalSchedule | None = None
-        # A policy is built, and a checkpoint loaded, with all of its memory.
+        # Building a policy and loading a checkpoint need all of its memory.
         self.devices = DevicePhases("policy", "train")
         self.memory: DeviceMemory | None = None
         """Device memory of the policy; null until it is built."""
@@ -56,7 +56,7 @@ class TrainerRank:
         self._shards: WeightShards | None = None
 
     def stage_from(self, exporter: WeightExporter) -> None:
-        """Set what `publish` takes the weights from. A supervised run has no receivers."""
+        """Set the source of the weights for `publish`. A supervised run has no receivers."""
         if self.config.rollout is not None:
             weights, layout = self.config.weights, self.layout
             self._staging = staging_of(weights.transport, layout.device, layout)
@@ -64,16 +64,16 @@ class TrainerRank:
             self._shards = WeightShards(exporter, self._staging.reached, max_bytes)
 
     def begin(self, version: int, resumed: dict[str, Any] | None, oldest: int) -> None:
-        """Begin the run at `version`; `resumed`: what the checkpoint holds. `oldest`: the oldest
+        """Begin the run at `version`; `resumed`: content of the checkpoint. `oldest`: the oldest
         version whose tokens may train. Engines start while the policy has released its training
         state."""
         self.version = version
-        # Still part of the start, also in the timeline: what follows is the start of the engines.
+        # The timeline shows this as part of the start: next, the engines start.
         with self.devices.phase("publish"), self.devices.step("release"):
             self._make_room()
         evaluation = self.config.eval
         if evaluation is not None:
-            # Alike on all ranks: `evaluate` is collective where a version is due.
+            # Equal on all ranks, because `evaluate` is collective for versions that are due.
             means = {} if resumed is None else resumed["evaluated"]
             self.schedule = EvalSchedule(
                 every=evaluation.every, steps=self.config.run.steps, means=means
@@ -113,7 +113,7 @@ class TrainerRank:
             self._make_room()
 
     def publish(self, version: int) -> None:
-        """Stage what this rank holds; the engines load while the loop continues."""
+        """Stage the weights of this rank; the engines load while the loop continues."""
         self.version = version
         self.rank0.advance(version)
         self.enter("publishing")
@@ -131,14 +131,14 @@ class TrainerRank:
     def _make_room(self) -> None:
         if self.config.colocated and self.memory is not None:
             self.memory.release()
-            # An engine is on the devices of several ranks, or of another than rank 0's: none may
-            # wake before all ranks have released theirs.
+            # An engine uses devices of several ranks, or of another rank than rank 0: none may wake
+            # before all ranks have released theirs.
             self.layout.barrier()
 
     def _stage(self) -> None:
         if self._staging is None or self._shards is None:
             return
-        # The slot of the version before the last is overwritten, once no engine reads it.
+        # This overwrites the slot of the version before the last, once no engine reads it.
         manifest = self._staging.stage(
             self.version,
             self._shards.buckets,
@@ -147,13 +147,13 @@ class TrainerRank:
         )
         self.rank0.staged(manifest)
         if self._staging.on_demand:
-            # The buckets are filled from the weights as they are: the next step must not move them
+            # The buckets are filled from the live weights: the next step must not change these
             # before every engine has loaded.
             self._meanwhile(lambda: self.rank0.engines.until_loaded(self.version))
 
     def _meanwhile(self, wait: Callable[[], None]) -> None:
-        """Run `wait` on rank 0, as `Layout.from_rank_zero` does; until it returns, all ranks fill
-        the buckets of the weights that engines request."""
+        """Run `wait` on rank 0, like `Layout.from_rank_zero`. Until it returns, all ranks fill the
+        buckets that engines request."""
         if self._staging is None or not self._staging.on_demand:
             self.layout.from_rank_zero(wait)
             return
@@ -176,8 +176,8 @@ class TrainerRank:
         self.rank0.buffer_filled(ref)
 
     def evaluate(self, mean_loss: MeanLoss) -> None:
-        """Evaluate this version if it is due. Rank 0 waits for the previous result, and the others
-        wait for rank 0. `mean_loss`: measures given responses, on all ranks."""
+        """Evaluate this version if it is due. Rank 0 waits for the previous result, and the other
+        ranks wait for rank 0. `mean_loss`: measures given responses, on all ranks."""
         if self.schedule is None:
             return
         last, due = self.version == self.config.run.steps, self.schedule.due(self.version)
@@ -206,8 +206,8 @@ class TrainerRank:
         self.rank0.record(replace(first, others=tuple(others)))
 
     def _batches_of(self, place: int) -> Callable[[], TrainBatch | None]:
-        """Return a function that returns one batch per call of held-out set number `place`, on rank
-        0."""
+        """Return a function that on rank 0 returns one batch per call from held-out set number
+        `place`."""
         if self.layout.rank != 0:
             return self.rank0.next_batch  # never called
         return partial(next, self.rank0.given.held_out(place, self.version), None)
@@ -223,7 +223,7 @@ class TrainerRank:
 
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Return a checkpoint's content besides the policy, and its further files. Waits for
-        evaluations of older versions, whose weights will be gone."""
+        evaluations of older versions, whose weights a resume would not have."""
         self.rank0.set_status("checkpointing")
         self.enter("checkpointing")
         if self.schedule is not None and not self.config.supervised:
@@ -247,18 +247,18 @@ class TrainerRank:
         return state, files
 
     def held(self) -> dict[str, int]:
-        """Bytes on this rank's device, by what holds them."""
+        """Bytes on this rank's device, by owner."""
         return {} if self.memory is None else self.memory.held()
 
     def enter(self, state: str, waiting_for: str = "") -> None:
-        """Report what this rank does from now on."""
+        """Report what this rank is doing from now on."""
         watch.enter(
             "wait" if waiting_for else "work", f"the {waiting_for}" if waiting_for else state
         )
         self.rank0.enter(state, waiting_for)
 
     def close(self) -> None:
-        """End the run: engines first, which may still read what is staged."""
+        """End the run; end engines first, because they may still read staged weights."""
         watch.enter("work", "ending engines and Ray" if self.config.rollout else "ending")
         self.rank0.close()
         if self._staging is not None:
@@ -277,6 +277,6 @@ def _begun(wait: Callable[[], None]) -> Future[None]:
         else:
             waiting.set_result(None)
 
-    # No executor: the process would wait for its thread before it ends.
+    # No executor: the process would not exit before the executor's thread ends.
     threading.Thread(target=work, name="wait", daemon=True).start()
     return waiting

@@ -1,23 +1,24 @@
 """State of weight updates: the staged version, its readers, its copies in memory other than rank
-0's, and the engines that may pause for it. A `machine` here is a memory: by collective, each engine
-has its own.
+0's, and the engines that may pause for it. A `machine` here is one memory: with the collective
+carrier, each engine has its own.
 
     rank 0 --stage--> newest ---------------loading--> engines of its machine, each in its turn
                          +--sending--> copy --loading--> engines of another machine
     rank 0 <--until_released-- no engine reads an older version: its slot may be written again
 
 Invariants:
-- an engine loads the newest staged version, an evaluation engine the version that it is to
-  evaluate; on a machine other than rank 0's, only versions that have a copy there;
-- a copy exists once it is whole and verified, until its place is taken or its agent is lost. A
-  machine has at most two; the next replaces all but the newest, as in the agent (weights/relay.py);
-- a machine's copy, like rank 0's slot, is written again only when no engine reads it;
+- an engine loads the newest staged version, an evaluation engine the version that it must evaluate;
+  on a machine other than rank 0's, an engine loads only versions that have a copy there;
+- a copy exists from the moment it is whole and verified until it is overwritten or its agent is
+  lost. A machine has at most two; the next replaces all but the newest, as in the agent
+  (weights/relay.py);
+- a machine's copy, like rank 0's slot, is overwritten only when no engine reads it;
 - of the engines that have work, at most `max_paused` pause at a time, and always at least one may;
-  an engine without work, asleep, or not serving yet, loads at once;
-- every wait is for a version number or for a turn: what was reached stays reached;
+  an engine that has no work, sleeps, or does not serve yet loads at once;
+- every wait is for a version number or for a turn: a condition that was reached stays true;
 - colocated: while the policy has the devices, no engine starts, loads or wakes. No engine loads a
   version that is filled on demand while another starts and measures its device's free memory;
-- after `halt` no engine loads, and every wait for a version raises the reason.
+- after `halt` no engine loads, and every wait for a version raises its error.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Staged:
     version: int
     manifest: Manifest
     at: float
-    """Time when it was staged; monotonic seconds."""
+    """Time of staging; monotonic seconds."""
 
 
 class VersionReader(Protocol):
@@ -54,17 +55,17 @@ class VersionReader(Protocol):
 
     @property
     def version(self) -> int:
-        """Version that it holds, verified; -1: none."""
+        """Version that the engine holds, verified; -1: none."""
 
     @property
     def there(self) -> bool:
-        """True from its start until it is lost."""
+        """True from the engine's start until it is lost."""
 
     @property
     def serving(self) -> bool: ...
     @property
     def busy(self) -> bool:
-        """True while it samples, and would have to pause to load."""
+        """True while the engine samples, and would have to pause to load."""
 
     @property
     def machine(self) -> str:
@@ -83,8 +84,8 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Relayed:
-    """One version on its way to other machines. `seconds`: of the machine that took longest;
-    `nbytes`: to all of them."""
+    """One version on its way to other machines. `seconds`: time of the slowest machine; `nbytes`:
+    total for all of them."""
 
     version: int
     seconds: float
@@ -98,7 +99,7 @@ class VersionCopies:
         self._held: dict[str, dict[int, Staged]] = {}
         """Copies by version, the newest last."""
         self.sending: dict[str, int] = {}
-        """Version on its way, read from rank 0's memory."""
+        """Version by machine that is being sent, and read from rank 0's memory."""
         self.last: Relayed | None = None
         """The newest version that reached a machine."""
 
@@ -110,22 +111,22 @@ class VersionCopies:
         return held[max(held)] if held else None
 
     def replaced(self, machine: str) -> list[int]:
-        """Return the versions that the next one overwrites."""
+        """Return the versions that the next version overwrites."""
         return list(self._held.get(machine, ()))[:-1]
 
     def begin(self, machine: str, version: int) -> None:
-        """Record that `version` is on its way and that what it overwrites is gone."""
-        # The agent overwrites that slot now, so an engine must not find the old copy any more.
+        """Record that `version` is being sent and that the versions it overwrites are gone."""
+        # The agent overwrites that slot now, so an engine must no longer find the old copy.
         for old in self.replaced(machine):
             del self._held[machine][old]
         self.sending[machine] = version
 
     def end(self, machine: str) -> None:
-        """Record that nothing is on its way there any more."""
+        """Record that nothing is being sent there any more."""
         self.sending.pop(machine, None)
 
     def add(self, machine: str, staged: Staged, arrived: StagedCopy) -> None:
-        """Record that `staged` is whole in that machine's memory, at the places of `arrived`."""
+        """Record that `staged` is whole in that machine's memory, at the addresses of `arrived`."""
         copy = replace(staged, manifest=arrived.manifest)
         self._held.setdefault(machine, {})[staged.version] = copy
         last, seconds, nbytes = self.last, arrived.seconds, arrived.nbytes
@@ -142,15 +143,15 @@ class VersionCopies:
 
 
 class Signal:
-    """Condition variable of one event loop: wakes its waiters each time that something they depend
-    on has changed."""
+    """Condition variable of one event loop. It wakes its waiters each time a condition of theirs
+    may have changed."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def fire(self) -> None:
         self._event.set()
-        # A new one: tasks that wait from now on wait for the next change.
+        # A new event: tasks that wait from now on wait for the next change.
         self._event = asyncio.Event()
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -159,16 +160,16 @@ class Signal:
 
 
 class WeightUpdates:
-    """All versions, and who reads them. `engines`: all engines. `max_paused`: share of the serving
+    """All versions and their readers. `engines`: all engines. `max_paused`: share of the serving
     engines."""
 
     def __init__(self, engines: Callable[[], Iterable[VersionReader]], max_paused: float) -> None:
         self._engines = engines
         self._max_paused = max_paused
         self._requested: dict[int, Staged] = {}
-        """Versions that evaluation engines are to load, by index."""
+        """Versions that evaluation engines must load, by index."""
         self._loading: dict[int, tuple[str, int]] = {}
-        """Machine and version that is being read there, by engine."""
+        """Machine and version that an engine is reading, by engine."""
         self._paused: set[int] = set()
         self._starting = 0
         self._ending = 0
@@ -199,8 +200,8 @@ class WeightUpdates:
         self._changed.fire()
 
     async def until_staged(self, version: int) -> None:
-        """Wait until `version` or a newer one is staged: of two calls to an actor the second may
-        come first. Raises the error passed to `halt`."""
+        """Wait until `version` or a newer one is staged, because the second of two calls to an
+        actor may arrive first. Raises the error passed to `halt`."""
         await self._changed.until(
             lambda: (
                 self._halted is not None
@@ -212,7 +213,7 @@ class WeightUpdates:
 
     async def until_released(self, version: int) -> None:
         """Wait until no engine reads, or will read, a version before `version`. Raises the error
-        passed to `halt`; some engines may be reading still."""
+        passed to `halt`; some engines may still be reading then."""
         await self._changed.until(
             lambda: self._halted is not None or min(self._in_use(), default=version) >= version
         )
@@ -225,7 +226,7 @@ class WeightUpdates:
         # A send reads rank 0's slot until it ends, even if its machine's engines are gone.
         yield from self.copies.sending.values()
         machines = {one.index: one.machine for one in self._engines()}
-        # Not read yet, but it will be: it must not be overwritten before.
+        # Not being read yet, but it will be, so it must not be overwritten before.
         for index, wanted in self._requested.items():
             if self.copies.find(machines.get(index, HERE), wanted.version) is None:
                 yield wanted.version
@@ -237,32 +238,32 @@ class WeightUpdates:
             raise FlowError(
                 f"version {version} must be evaluated, and the staged version is {staged}"
             )
-        # These have nothing to load, and would stay requested forever.
+        # These engines have nothing to load, and would stay in the table forever.
         holds = {one.index for one in self._engines() if one.version == version}
         self._requested |= dict.fromkeys(set(indices) - holds, self.newest)
         self._changed.fire()
 
     def is_requested(self, index: int) -> bool:
-        """Return True until the engine has loaded the version that it is to evaluate."""
+        """Return True until the engine has loaded the version that it must evaluate."""
         return index in self._requested
 
     def forget(self, index: int) -> None:
-        """Record that the engine is lost or leaves, and reads nothing any more."""
+        """Record that the engine is lost or leaves, and no longer reads."""
         self._requested.pop(index, None)
         self._loading.pop(index, None)
         self._paused.discard(index)
         self.release(index)
 
     def halt(self, error: BaseException) -> None:
-        """Stop all loading: something is wrong with the weights."""
+        """Stop all loading, because the weights are wrong."""
         # Never reset: an engine with wrong weights may have sampled.
         self._halted = error
         self._changed.fire()
 
     @asynccontextmanager
     async def loading(self, engine: VersionReader) -> AsyncIterator[Staged]:
-        """Wait until there is a version for `engine` to load, and for its turn; the body loads
-        it."""
+        """Wait until there is a version for `engine` to load and it is the engine's turn; the body
+        loads it."""
         await self._changed.until(lambda: self._may_load(engine))
         staged = self._target(engine)
         assert staged is not None
@@ -277,7 +278,7 @@ class WeightUpdates:
             self._note(staged, began)
         finally:
             wanted = self._requested.get(engine.index)
-            # A newer request may have come meanwhile; it stays.
+            # A newer request may have arrived meanwhile; it stays.
             if wanted is not None and wanted.version == staged.version:
                 del self._requested[engine.index]
             self._loading.pop(engine.index, None)
@@ -285,7 +286,7 @@ class WeightUpdates:
             self._changed.fire()
 
     def _target(self, engine: VersionReader) -> Staged | None:
-        """Return the version that it can load from its machine's memory."""
+        """Return the version that the engine can load from its machine's memory."""
         aim, machine = self._aim(engine), engine.machine
         if aim is None or machine == HERE:
             return aim
@@ -295,7 +296,7 @@ class WeightUpdates:
         return copy if copy is not None and copy.version > engine.version else None
 
     def _aim(self, engine: VersionReader) -> Staged | None:
-        """Return the version that it is to load."""
+        """Return the version that the engine should load."""
         staged = self._requested.get(engine.index) if engine.evaluates else self.newest
         return staged if staged is not None and staged.version > engine.version else None
 
@@ -305,7 +306,7 @@ class WeightUpdates:
         if held_back or self._target(engine) is None:
             return False
         serving = sum(one.serving and not one.evaluates for one in self._engines())
-        # At least one: of few engines the share rounds to zero.
+        # At least one: with few engines the share rounds to zero.
         room = len(self._paused) < max(1, int(self._max_paused * serving))
         return room or engine.evaluates or not (engine.serving and engine.busy)
 
@@ -355,8 +356,9 @@ class WeightUpdates:
 
     @asynccontextmanager
     async def sending(self, machine: str, at_once: float) -> AsyncIterator[Staged]:
-        """Wait until an engine there needs a version that is not there, for room, and until fewer
-        than `at_once` machines receive; the body sends it and reports its arrival."""
+        """Wait until an engine there needs a version that its machine lacks, until the machine has
+        room for it, and until fewer than `at_once` machines receive. The body sends the version and
+        reports its arrival."""
         await self._changed.until(
             lambda: len(self.copies.sending) < at_once and self._may_send(machine)
         )
@@ -381,7 +383,7 @@ class WeightUpdates:
         self._changed.fire()
 
     def _to_send(self, machine: str) -> Staged | None:
-        """Return the oldest version that an engine there is to load and its machine lacks."""
+        """Return the oldest version that an engine there must load and its machine lacks."""
         aims = [self._aim(one) for one in self._engines() if one.machine == machine]
         missing = [
             aim
@@ -400,14 +402,14 @@ class WeightUpdates:
             for one in self._engines()
             if one.machine == machine and (wanted := self._requested.get(one.index)) is not None
         }
-        # The agent overwrites what it replaces: no engine may read that, or be about to.
+        # The agent overwrites the versions that it replaces: no engine may read or need them.
         return needed.isdisjoint(self.copies.replaced(machine))
 
     # Colocated: whose turn it is on the devices
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """Wait until the devices are the engines'; the body starts an engine."""
+        """Wait until the policy has released the devices; the body starts an engine."""
         await self._changed.until(
             lambda: not self._policy_has_devices and not (self._ipc_buckets and self._loading)
         )
@@ -421,7 +423,7 @@ class WeightUpdates:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Keep the policy from the devices while the body ends a lost engine."""
+        """Keep the devices from the policy while the body ends a lost engine."""
         self._ending += 1
         try:
             yield
@@ -432,7 +434,7 @@ class WeightUpdates:
     async def give_devices_to_policy(self) -> None:
         """Give the devices to the policy until the next version is staged. Return when no engine is
         starting, loading or ending."""
-        # First: nothing new begins while this waits for the rest.
+        # First, so that nothing new begins during the wait.
         self._policy_has_devices = True
         await self._changed.until(
             lambda: not self._starting and not self._loading and not self._ending
@@ -457,9 +459,9 @@ class WeightUpdates:
         self._changed.fire()
 
     async def acquire(self, engine: int, number: int) -> BucketRef:
-        """Return a bucket of the version that the engine is loading, once it is there. The engine
-        reads it until it releases it."""
-        # Kept: a newer version may be staged while this waits.
+        """Return a bucket of the version that the engine is loading, once it is filled. The engine
+        reads it until `release`."""
+        # A local reference, because a newer version may be staged during the wait.
         ipc_buckets = self._ipc_buckets
         assert ipc_buckets is not None, "an on-demand version is loading"
         ipc_buckets.request(engine, number)
@@ -474,13 +476,13 @@ class WeightUpdates:
         return found[0]
 
     def release(self, engine: int) -> None:
-        """Record that the engine neither reads a bucket nor waits for one any more."""
+        """Record that the engine no longer reads a bucket or waits for one."""
         if self._ipc_buckets is not None:
             self._ipc_buckets.leave(engine)
         self._changed.fire()
 
     async def next_buffer_request(self, done: BucketRef | None) -> BufferRequest:
-        """Return the ranks' next request. `done`: location of the bucket that they were to fill."""
+        """Return the ranks' next request. `done`: location of the bucket requested last."""
         if self._ipc_buckets is not None:
             self._ipc_buckets.buffer_filled(done)
             self._changed.fire()

@@ -1,1 +1,1 @@
-"""Starts a run: torchrun, rendezvous of nodes, run lock, signals."""
+"""Start of a run: torchrun, rendezvous of nodes, run lock, signals."""

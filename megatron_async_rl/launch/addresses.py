@@ -1,7 +1,7 @@
 """The machines of one run, and the addresses at which they reach each other.
 
-Invariant: an address is one of this machine's, chosen as gloo chooses it, so that what the
-launchers try is what the ranks will use.
+Invariant: an address belongs to this machine and is chosen by gloo's rule, so the launchers test
+the addresses that the ranks will use.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ LOOPBACK = "127.0.0.1"
 
 
 class NodesError(UserError):
-    """The nodes do not fit each other or the config, or one is missing."""
+    """The nodes do not fit each other or the config, or a node is missing."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Number of machines, each with the same number of ranks, and this one's number, `rank`.
-    `endpoint` (host:port) is on number 0."""
+    """Number of machines, each with the same number of ranks, and the number of this machine,
+    `rank`. `endpoint` (host:port) is on machine 0."""
 
     count: int = 1
     rank: int = 0
     endpoint: str = ""
 
     def __post_init__(self) -> None:
-        """Raises NodesError for a rank or an endpoint that cannot be used."""
+        """Raise NodesError for a rank or an endpoint that cannot be used."""
         host, _, port = self.endpoint.rpartition(":")
         if self.rank >= self.count:
             raise NodesError.of(
@@ -71,9 +71,9 @@ def interface_of(address: str) -> str:
 
 
 def rank_address() -> str:
-    """Return the address that ranks of this machine give to the others, by gloo's rule: that of the
-    interface in GLOO_SOCKET_IFNAME, else the first that this machine's name has. Raises
-    NodesError."""
+    """Return the address under which other machines reach the ranks of this one, by gloo's rule:
+    the address of the interface in GLOO_SOCKET_IFNAME, else the first address of this machine's
+    name. Raises NodesError."""
     if names := os.environ.get(INTERFACE):
         interfaces = psutil.net_if_addrs()
         of_internet = (socket.AF_INET, socket.AF_INET6)
@@ -90,17 +90,17 @@ def rank_address() -> str:
 
 
 def listening_address(nodes: Nodes) -> str:
-    """Return the address at which node 0 accepts the other nodes: that of its endpoint where it is
-    one of this machine, else that of its ranks. Raises NodesError where the others cannot reach
-    it."""
+    """Return the address at which node 0 accepts the other nodes: the address of its endpoint if it
+    belongs to this machine, else the address of its ranks. Raises NodesError if the others cannot
+    reach it."""
     named = list(_own_addresses(nodes.host))
     outward = [address for address in named if not ipaddress.ip_address(address).is_loopback]
     if outward:
         return outward[0]
     if nodes.host in ("localhost", *named):
         return named[0]
-    # The endpoint's name is this machine's for the others alone: forwarded, or, as Debian writes
-    # /etc/hosts, a loopback address here.
+    # Only for other machines is the endpoint's name an address of this one: it is forwarded, or
+    # /etc/hosts maps it to a loopback address here, as Debian does.
     address = rank_address()
     if named and ipaddress.ip_address(address).is_loopback:
         raise NodesError.of(
@@ -113,7 +113,7 @@ def listening_address(nodes: Nodes) -> str:
 
 
 def _own_addresses(host: str) -> Iterator[str]:
-    """Addresses of `host` that are this machine's."""
+    """Yield the addresses of `host` that belong to this machine."""
     with contextlib.suppress(OSError):
         for family, *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family) as tried:

@@ -1,5 +1,5 @@
-"""Ends of a run: the signals that stop it, the cause of a failure, its message on the screen, and
-the final status."""
+"""End of a run: the signals that stop it, the cause of a failure, the message to the user, and the
+final status."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FULL_BYTES = 2**20
 """Free bytes below which a process may have failed to write its error message."""
 INTERRUPTED = 130
 LAST_LINES = 100
-"""Number of last lines of torchrun's log: more than its final traceback has."""
+"""Number of last lines of torchrun's log; more than its final traceback has."""
 _SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 _SIGKILLED = re.compile(r"\(SIGKILL\) received by PID (\d+)")
 
@@ -39,7 +39,7 @@ _SIGKILLED = re.compile(r"\(SIGKILL\) received by PID (\d+)")
 @contextmanager
 def deferred_signals() -> Iterator[list[int]]:
     """Yield the numbers of the signals so far: SIGINT, SIGTERM and the first SIGHUP. They are
-    collected for the launcher's loop instead of raised in the middle of a redraw or of the run's
+    collected for the launcher's loop, because an exception could interrupt a redraw or the run's
     end.
 
     A closed terminal may send several SIGHUPs, and writing to it fails, so the output then goes to
@@ -71,13 +71,14 @@ def deferred_signals() -> Iterator[list[int]]:
 
 
 def torchrun_failure(process: subprocess.Popen[bytes], log: Path) -> Failure | None:
-    """Failure of torchrun if a signal ended it: its ranks report only that they were ended."""
+    """Return the failure of torchrun if a signal ended it; its ranks only report that they were
+    ended."""
     if process.returncode is None or process.returncode == 0:
         return None
     if process.returncode < 0:
-        # Popen's form of a death by a signal.
+        # Popen's return code for a death by a signal.
         number = -process.returncode
-    else:  # of others than SIGKILL it ends its ranks first, and itself by an exception
+    else:  # signals other than SIGKILL: torchrun ends its ranks, then itself by an exception
         reported = _SIGNALLED.findall("\n".join(tail(log, LAST_LINES)))
         if not reported:
             return None
@@ -107,28 +108,28 @@ def record_end(
     error: BaseException | None,
     interrupts: Sequence[int],
 ) -> None:
-    """Write the final status, unless rank 0 has written a more detailed one. `earlier`: status that
-    the previous start left; `error`: the launcher's own error."""
+    """Write the final status, unless rank 0 has written a more detailed one. `earlier`: status of
+    the previous start; `error`: the launcher's own error."""
     status = read_status(run_dir)
-    # Rank 0 recorded the end itself; an equal status is the start before's.
+    # Rank 0 recorded the end itself, unless the status is still that of the previous start.
     over = status is not None and status.phase in FINAL and status != earlier
-    # Another node's launcher knows less than rank 0.
+    # The launcher of another node knows less than rank 0.
     if exit_code == 0 or (over and (exit_code == INTERRUPTED or node > 0)):
         return
     last = status or Status(phase="", step=0, steps=steps, time=0.0)
     me = f"mar train (pid {os.getpid()})"
     if exit_code == INTERRUPTED:
-        # Several signals may have come before the end.
+        # Several signals may have arrived before the end.
         names = ", ".join(_name(number) for number in interrupts)
         ended = replace(last, phase="stopped", detail=f"{me} received {names} and ended the run")
-        if last.phase in FINAL:  # nothing has begun: the start before ended so
+        if last.phase in FINAL:  # nothing has begun: the status is that of the previous start
             return
     elif error is not None:
         ended = replace(last, phase="failed", error=f"{me}: {described(error)}", log=None)
     else:
         message, place = _cause(run_dir)
         ended = replace(last, phase="failed", error=message, log=place)
-    # Written last: readers take a final phase as the end of everything.
+    # Written last, because readers treat a final phase as the end of all processes.
     write_status(run_dir, replace(ended, time=time.time()))
 
 
@@ -136,23 +137,23 @@ def record_stall(run_dir: Path, stall_found: stall.Stall) -> None:
     last = read_status(run_dir) or Status(phase="starting", step=0, steps=0, time=0.0)
     log, now = str(run_dir / stall.FILE), time.time()
     write_status(run_dir, replace(last, phase="failed", time=now, error=stall_found.error, log=log))
-    # Another machine's end is not the cause here.
+    # A consequence: the cause is the end of another machine.
     kind = SECONDARY if stall_found.consequence else PRIMARY
     failure = Failure(process="launcher", what=stall_found.error, where=log, kind=kind, time=now)
     record_failure(run_dir, failure)
 
 
 def _cause(run_dir: Path) -> tuple[str, str]:
-    """Cause of a failure, and its file. Rank 0's own report is the most complete, unless another
-    process's death ended it."""
+    """Return the cause of a failure, and its file. Rank 0's own report is the most complete, unless
+    the death of another process ended rank 0."""
     failure = first_failure(run_dir)
     cause = None
     if failure is None or failure.kind != PRIMARY:
         cause = find_cause(run_dir / "logs")
-    # A log may hold what no process lived to report.
+    # A log may contain a cause that no process could report before it died.
     if cause is not None and (failure is None or cause.kind < failure.kind):
         kernel = None
-        # torchrun names the signal: the kernel sends none but SIGKILL.
+        # torchrun names the signal, and the kernel sends only SIGKILL.
         if cause.kind == KILLED and (killed := _SIGKILLED.search(cause.message)) is not None:
             kernel = kernel_shortage([int(killed[1])], used=False)
         message = cause.message if kernel is None else f"{cause.message}\n  {kernel.message}"
@@ -164,12 +165,12 @@ def _cause(run_dir: Path) -> tuple[str, str]:
 
 
 def print_plain(console: Console, text: object) -> None:
-    """Print text as it is: paths may hold brackets, and a user copies whole lines."""
+    """Print text without markup: paths may contain brackets, and users copy whole lines."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def explain_failure(run_dir: Path, console: Console) -> None:
-    """Show the cause and its file; when a wait missed its deadline, also who waited for what."""
+    """Show the cause and its file; if a wait missed its deadline, also show who waited for what."""
     message, place = _cause(run_dir)
     console.print("[red bold]The run failed:[/] ", end="")
     print_plain(console, message)

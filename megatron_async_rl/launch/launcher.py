@@ -1,16 +1,16 @@
 """Launcher of a run: starts the ranks of this machine, shows progress, and ends every process.
 Over several machines, one launcher runs on each.
 
-The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which
-requests a stop by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills. A
-run without progress is ended too, and its report states who waited for what.
+The ranks run under torchrun in a session of their own, so Ctrl-C reaches only this process. It
+requests a stop with a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills
+the run. A run without progress is ended, too, and its report states who waited for what.
 
 Invariants:
-- however the run ends, no process that it started stays behind: each carries the run's id in its
-  environment and is found by it. Nor do its temporary files (watchdog/run_folder.py);
-- however it ends, `RUN/status.json` then has a final phase, and of a failure the process and the
-  signal that ended it, if one did;
-- on one machine nothing that it starts listens beyond 127.0.0.1.
+- however the run ends, no process that it started remains: each has the run's id in its environment
+  and is found by it. No temporary files remain, either (watchdog/run_folder.py);
+- however the run ends, `RUN/status.json` then has a final phase and, for a failure, names the
+  process and the signal that ended it, if one did;
+- on one machine no process that it starts listens beyond 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -65,18 +65,17 @@ from megatron_async_rl.watchdog.preloaded import VARIABLE as PRELOADED
 from megatron_async_rl.watchdog.preloaded import serving
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, STOPPED, of_run
 from megatron_async_rl.watchdog.progress_monitor import FOLDER
-from megatron_async_rl.watchdog.run_folder import RunFolder, run_folder
+from megatron_async_rl.watchdog.run_folder import SHARED_MEMORY, RunFolder, remove_stale, run_folder
 from megatron_async_rl.watchdog.watchdog import Watchdog
-from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 RANK_IMPORTS = "megatron_async_rl.train"
-"""Module that imports everything that a rank imports."""
+"""Module that imports all modules that a rank imports."""
 POLL_S = 0.25
 KILL_GRACE_S = 10.0
 CLOSING_S = 30.0
-"""Longest time for a rank that failed to stop its engines and itself."""
+"""Longest time for a failed rank to stop its engines and itself."""
 START_S = 600.0
-"""Longest start of a run without engines; with engines their `rollout.start_timeout_s` counts."""
+"""Longest start of a run without engines; with engines, `rollout.start_timeout_s` is the limit."""
 
 
 def launch(
@@ -86,14 +85,13 @@ def launch(
     peers: PeerNodes,
     rank_environment: Mapping[str, str],
 ) -> int:
-    """Run this machine's share of `config` to its end, to Ctrl-C or to its failure. Return the
-    process exit code.
+    """Run this machine's share of `config` until it finishes, fails or is stopped by Ctrl-C. Return
+    the process exit code.
 
     `rank_environment`: default values of the ranks' environment variables.
 
-    0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script stops,
-    too). SIGTERM is a Ctrl-C, and so is a terminal that is closed. Raises
-    RunDirectoryError, NodesError.
+    0: finished; 1: failed; 130: stopped by Ctrl-C, also after a clean stop (so that a script stops,
+    too). SIGTERM and a closed terminal count as Ctrl-C. Raises RunDirectoryError, NodesError.
     """
     run_dir = config.run.dir
     # Lock and temporary folder are released only after every process has ended.
@@ -101,15 +99,15 @@ def launch(
         lock = None
         if nodes.rank == 0:
             with usable(run_dir):
-                # Before anything in the directory is read or changed.
+                # Before any file in the directory is read or changed.
                 lock = held.enter_context(lock_run_dir(run_dir))
                 _put_aside(run_dir, console)
-        # Again, under the lock: another run may have begun since the first check.
+        # Repeated under the lock, because another run may have begun since the first check.
         refuse_second_run(config)
         if already_finished(config, console):
             return 0
         start_s = config.rollout.start_timeout_s if config.rollout is not None else START_S
-        # Versions of killed runs would fill /dev/shm.
+        # Otherwise weight versions of killed runs would fill /dev/shm.
         remove_stale(SHARED_MEMORY)
         folder = held.enter_context(run_folder())
         if nodes.rank == 0:
@@ -138,13 +136,13 @@ def launch(
         )
         return INTERRUPTED
     if exit_code != INTERRUPTED:
-        with contextlib.suppress(OSError):  # where the directory was lost, that was shown before
+        with contextlib.suppress(OSError):  # a lost directory was reported before
             explain_failure(run_dir, console)
     return exit_code
 
 
 def _put_aside(run_dir: Path, console: Console) -> None:
-    """Cut lines that a crash left unreadable off the ends of the logs, and report them."""
+    """Move lines that a crash left unreadable from the ends of the logs, and report them."""
     for file, count in cut_unreadable(run_dir).items():
         lines = "1 line" if count == 1 else f"{count} lines"
         print_plain(
@@ -156,7 +154,7 @@ def _put_aside(run_dir: Path, console: Console) -> None:
 
 def refuse_second_run(config: Config) -> None:
     """Raise RunDirectoryError if `run.resume: never` finds steps of a run."""
-    # Metrics are the first file that a made step leaves.
+    # Metrics are the first file that a completed step writes.
     if config.run.resume == "never" and (config.run.dir / METRICS).exists():
         raise RunDirectoryError.at(
             config.run.dir,
@@ -166,7 +164,7 @@ def refuse_second_run(config: Config) -> None:
 
 
 def finished_before(config: Config, console: Console) -> bool:
-    """`already_finished`, for a directory that this process has not taken yet."""
+    """Return `already_finished` for a directory that this process has not locked yet."""
     status = read_status(config.run.dir)
     if status is None or status.phase != "finished" or status.step < config.run.steps:
         return False
@@ -176,7 +174,7 @@ def finished_before(config: Config, console: Console) -> bool:
 
 
 def already_finished(config: Config, console: Console) -> bool:
-    """Return True, and show the summary, where the run in `run.dir` has made its steps."""
+    """Return True, and show the summary, if the run in `run.dir` has made all its steps."""
     status = read_status(config.run.dir)
     if status is None or status.phase != "finished" or status.step < config.run.steps:
         return False
@@ -191,9 +189,8 @@ def already_finished(config: Config, console: Console) -> bool:
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """Start of this machine's ranks. `store`: through which they find each other. `lock`: a
-    descriptor that torchrun holds, too, so that the directory is taken for as long as there are
-    ranks."""
+    """Start of this machine's ranks. `store`: rendezvous of the ranks. `lock`: a descriptor that
+    torchrun holds, too, so that the directory stays locked while there are ranks."""
 
     config: Config
     nodes: Nodes
@@ -214,7 +211,7 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
     # The id marks every process that this launcher may kill.
     run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
     earlier, stall_found, exit_code, error = read_status(run_dir), None, 1, None
-    # From here on signals are handled by the loop, so that the end below always runs.
+    # From here on the loop handles signals, so that the cleanup below always runs.
     with deferred_signals() as interrupts, contextlib.ExitStack() as held:
         try:
             process = _start_ranks(ranks, run_id, held)
@@ -240,10 +237,10 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
             if not isinstance(raised, OSError) or not concerns(raised, run_dir):
                 raise
         finally:
-            # First: a rank that still lives could write a status after this one.
+            # First, because a rank that still runs could write a status after this one.
             _kill_leftovers(run_id)
-            # Now that no rank writes a status of its own. A full, lost or damaged disk keeps the
-            # status as it is; the terminal shows what happened in any case.
+            # After all ranks have ended, so none writes a status. On a full, lost or damaged disk
+            # the status stays as it is; the terminal shows the result in any case.
             with contextlib.suppress(OSError, UserError):
                 if stall_found is not None:
                     record_stall(run_dir, stall_found)
@@ -259,7 +256,7 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
 def _prepare_directory(config: Config) -> None:
     run_dir = config.run.dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    # Requests to the run before must not stop or resize this one.
+    # Requests to the previous run must not stop or resize this one.
     for asked_of_the_run_before in (watch.STOP, watch.ENGINES):
         (run_dir / asked_of_the_run_before).unlink(missing_ok=True)
     resolved = run_dir / "config.yaml"
@@ -271,7 +268,7 @@ def _prepare_directory(config: Config) -> None:
             for path in run_dir.glob("config.*.yaml")
             if (number := path.name.split(".")[1]).isdigit()
         ]
-        # Kept: steps of the run were made with the earlier config.
+        # Kept, because steps of the run were made with the earlier config.
         write_file(run_dir / f"config.{max(numbers, default=-1) + 1}.yaml", before)
     write_file(resolved, text)
     for log in (run_dir / "logs").glob("*.log"):
@@ -287,16 +284,16 @@ def _prepare_directory(config: Config) -> None:
 def environment_of_ranks(
     given: Mapping[str, str], run_id: str, wanted: Mapping[str, str], *, nodes: int = 1
 ) -> dict[str, str]:
-    """Environment of ranks: `given` with the variables that they need. `wanted`: default values of
-    this machine's variables. `nodes`: machines that have ranks."""
-    # The user's variables win over defaults, the run's id over both.
+    """Return the environment of ranks: `given` with the variables that they need. `wanted`: default
+    values of this machine's variables. `nodes`: number of machines with ranks."""
+    # The user's variables override defaults, and the run's id overrides both.
     environment = {**wanted, **given, RUN_ID_VARIABLE: run_id}
     for name in [one for one in environment if one.startswith(PRELOADED)]:
-        del environment[name]  # servers of another run, whose forks would carry its id
+        del environment[name]  # servers of another run, whose forks would have its id
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault(
         "SPT_NOENV", "1"
-    )  # a process that gives itself a title would erase what it is found by
+    )  # a process that sets its own title would erase the id in its environment
     prepare_environment(environment)
     if environment.get(PLANNED_DEVICE) != "cuda":
         # Ranks on the CPU are forked, and torch's optimizers query CUDA, which a fork cannot
@@ -304,7 +301,7 @@ def environment_of_ranks(
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if nodes == 1:
         stay_on_this_machine(environment)
-    # Everything was fetched before; a library must not wait for a hub.
+    # All files were fetched before; a library must not wait for a hub.
     environment.setdefault("HF_HUB_OFFLINE", "1")
     set_options_of_ranks(environment)
     return environment
@@ -330,7 +327,7 @@ def _start_ranks(
     inherited += _preload(ranks, environment, held)
     with contextlib.ExitStack() as until_started:
         if ranks.store.listener is not None:
-            # torchrun alone has it from then on: the port closes with it.
+            # From then on only torchrun has the socket: the port closes with torchrun.
             inherited.append(until_started.enter_context(ranks.store.listener).fileno())
         log = until_started.enter_context(open(ranks.log, "wb"))
         return subprocess.Popen(
@@ -348,7 +345,7 @@ def _start_ranks(
 def _preload(
     ranks: LocalRanks, environment: MutableMapping[str, str], held: contextlib.ExitStack
 ) -> list[int]:
-    """Start the servers that ranks and engines are forked from, in parallel, and set their
+    """Start the servers from which ranks and engines are forked, in parallel, and set their
     addresses in `environment`. Returns descriptors that keep the servers alive.
 
     GPU runs have no servers: some imports initialise CUDA, which a fork could not use."""
@@ -361,7 +358,7 @@ def _preload(
     servers: list[contextlib.AbstractContextManager[int]] = [
         serving("ranks", RANK_IMPORTS, environment, {}, folder, log)
     ]
-    # Engines of a Ray that was there before inherit nothing from this process.
+    # Engines of a Ray that already runs inherit nothing from this process.
     if config.rollout is not None and not environment.get("RAY_ADDRESS"):
         spec = EngineSpec(
             index=0,
@@ -371,6 +368,7 @@ def _preload(
             seed=config.run.seed,
             device="cpu",
             log_dir=logs,
+            transport=config.weights.transport,
         )
         log = logs / "preloaded_engines.log"
         servers.append(serving_engines(spec, environment, folder, log))
@@ -388,11 +386,11 @@ def _watch(
     interrupts: Sequence[int],
 ) -> tuple[int, stall.Stall | None]:
     """Watch the run. Return the exit code and, if the run stalled, the stall. `earlier`: status
-    from before the ranks started, which may have written another one by now."""
+    from before the ranks started; they may have written another one by now."""
     stops = 0
     failed_at = float("inf")
     events = EventReader(run_dir)
-    # Other nodes' torchrun may end before rank 0 has checkpointed and exported.
+    # Other nodes' torchrun may end before rank 0 has written checkpoint and export.
     while process.poll() is None or (
         process.returncode == 0 and nodes.rank > 0 and not _over(run_dir)
     ):
@@ -402,7 +400,7 @@ def _watch(
         status = read_status(run_dir)
         if len(interrupts) > stops:
             stops = len(interrupts)
-            # Nothing to save yet; on several machines others may be further.
+            # Nothing to save yet; with several machines, others may have begun a step.
             if nodes.count == 1 and (status in (None, earlier) or status.phase == "starting"):
                 console.print(
                     "Stopped before a step was made: nothing is lost, and the same command starts"
@@ -414,14 +412,14 @@ def _watch(
                     "Killed. The last checkpoint is intact; the same command resumes from it."
                 )
                 return INTERRUPTED, None
-            # A file, since rank 0 may run on another machine of the same file system.
+            # A file, because rank 0 may run on another machine with the same file system.
             (run_dir / watch.STOP).touch()
             console.print(
                 "Stopping after this step, with a checkpoint. Ctrl-C again kills at once."
             )
         if status is not None and status != earlier and status.phase == "failed":
             failed_at = min(failed_at, time.monotonic())
-            # Rank 0 ends its engines itself; after that this launcher does.
+            # Rank 0 ends its engines itself; after CLOSING_S this launcher does.
             if time.monotonic() - failed_at > CLOSING_S:
                 return 1, None
         elif (stall_found := watchdog.look()) is not None:
@@ -432,7 +430,7 @@ def _watch(
 
 
 def _over(run_dir: Path) -> bool:
-    """True when rank 0 has recorded the end of the run."""
+    """Return True once rank 0 has recorded the end of the run."""
     status = read_status(run_dir)
     return status is not None and status.phase in FINAL
 
@@ -451,8 +449,8 @@ def _kill_leftovers(run_id: str) -> None:
 
 
 def _report(run_dir: Path, console: Console) -> None:
-    """Write the report. The run counts as finished even if that fails."""
-    # It loads matplotlib, which takes a second: after the run, not before it.
+    """Write the report. A run counts as finished even if this fails."""
+    # Imported here, because it loads matplotlib, which would delay the start by a second.
     from megatron_async_rl.report.report import write_report
 
     try:

@@ -1,4 +1,4 @@
-"""The machines of one run, and how their launchers find each other before the ranks start.
+"""Rendezvous of the launchers of one run on several machines, before the ranks start.
 
 They exchange JSON values in a torch store of node 0's launcher at `--rdzv-endpoint`:
 
@@ -7,18 +7,18 @@ They exchange JSON values in a torch store of node 0's launcher at `--rdzv-endpo
     node 0    node 0, its directory is prepared    id of the start, config, versions, rank address
     node n    node n, it fits node 0               address of its ranks
     go        node 0, it has reached every node    id of the start: the ranks may start
-    read n    node n                               it knows the outcome, and needs the store no more
+    read n    node n                               it has read the outcome, and is done
 
 Invariants:
 - no rank starts before every node has the same config, number of nodes and software, sees node 0's
-  run directory, and reaches node 0's ranks as node 0 reaches the node's;
-- the store is open from node 0's first moment on, before it reads its config: nodes may refuse in
-  any order;
-- a node that does not start ends at most TELL_S after it reported so to its user;
+  run directory, and node 0 and the node reach each other's ranks;
+- the store is open from the beginning, before node 0 reads its config: nodes may refuse in any
+  order;
+- a node that does not start ends at most TELL_S after it reported this to its user;
 - every wait has a name and a limit. torch's client has no limit: it waits forever for a server that
-  accepts the connection and stays silent;
-- nothing is unpickled, and a value that is not one of the above counts as absent;
-- nothing listens at an address that the endpoint and the ranks do not need;
+  accepts the connection and does not answer;
+- no value is unpickled, and a value that is not one of the above counts as absent;
+- no socket listens at an address that neither the endpoint nor the ranks need;
 - a run on one machine does not load torch here.
 """
 
@@ -59,31 +59,32 @@ from megatron_async_rl.weights.bound_store import listen, serve_store
 
 POLL_S = 0.1
 TELL_S = 10.0
-"""Longest time that a node that does not start waits for the others to read its reason. A scheduler
-starts nodes within about this time of each other."""
+"""Longest time that a node that does not start waits for the others to read its reason. Schedulers
+start the nodes of a job within about this time of each other."""
 CONNECT_S = 1.0
 CALL_S = 5.0
 """Longest wait for a connection to node 0, and for an answer of its store."""
 REACH_S = 10.0
 """Longest wait for an answer from a node that is known to run."""
 SHARED_S = 90.0
-"""Longest time for a file of node 0 to appear on another node: NFS caches folders for 60 s."""
+"""Longest time for a file of node 0 to appear on another node, since NFS caches folders for 60
+s."""
 RENDEZVOUS = "bound"
 """Name of the rendezvous of torchrun.py in torchrun's registry."""
 DESCRIPTORS = 65536
-"""Open files that node 0 may have while it serves the store, which limits no connections."""
+"""Limit of open files on node 0 while it serves the store, which does not limit connections."""
 TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
 """Environment variable that torch reads when it is imported."""
 
 _REFUSAL, _GO = "refusal", "go"
 _START, _UNREACHED = "start", "unreached"
-"""Facts of a launcher's state in the run directory."""
+"""Key of a launcher's facts in its state in the run directory."""
 
 
 @dataclass(frozen=True)
 class RankStore:
-    """Place of the store of a start's ranks: `address` and `port` on node 0. `listener`: on node 0
-    the socket, which torchrun serves; no port is closed and opened again between the two."""
+    """Store of the ranks of a start: `address` and `port` on node 0. `listener`: on node 0 the
+    socket that torchrun will serve, so the port stays open between launcher and torchrun."""
 
     start: str
     address: str
@@ -106,7 +107,8 @@ class RankStore:
 
 class NodeRecord(BaseModel):
     """Announcement of a node. `start`: id of the start that it joins. `address`, `port`: a socket
-    that listens where its ranks will. `interface`: its network interface towards the others."""
+    that listens at the address of its ranks. `interface`: its network interface towards the
+    others."""
 
     node: int
     host: str
@@ -120,7 +122,7 @@ class NodeRecord(BaseModel):
 
 
 class NodeRefusal(BaseModel):
-    """Reason of a node that does not start."""
+    """Reason why a node does not start."""
 
     node: int
     host: str
@@ -128,22 +130,22 @@ class NodeRefusal(BaseModel):
 
 
 class PeerNodes:
-    """The other nodes, until the ranks start. A single node has none."""
+    """The other nodes, until the ranks start. A run on one machine has none."""
 
     def __init__(self, nodes: Nodes) -> None:
-        """Raises NodesError where node 0 cannot listen at its endpoint."""
+        """Raise NodesError if node 0 cannot listen at its endpoint."""
         self._nodes = nodes
         self._host = socket.gethostname()
         self._store: Any = None
         """Node 0: the store, which is also its own client. Another node: its client, if any."""
         self._address = ""
-        """Address of this machine on its connection with the others."""
+        """Address of this machine on its connection to the others."""
         self._reached_at: float | None = None
-        """Monotonic time when node 0 was last known to run."""
+        """Monotonic time at which node 0 was last known to run."""
         self._unreached = ""
         """Reason of the last failure to reach node 0."""
         self._ranks: socket.socket | None = None
-        """Socket that listens where the ranks of this node will, for others to try the address."""
+        """Socket that listens at the address of this node's ranks, for tests by other nodes."""
         self._closed = nodes.count == 1
 
         if nodes.count > 1:
@@ -186,12 +188,13 @@ class PeerNodes:
     def refuse(self, why: str, within_s: float = TELL_S) -> None:
         """Report to the other nodes that this one does not start.
 
-        Node 0 waits up to `within_s` until all have read it, another node until node 0 has it.
+        Node 0 waits up to `within_s` until all have read the reason, another node until node 0 has
+        it.
         """
         own = NodeRefusal(node=self._nodes.rank, host=self._host, why=why).model_dump_json()
 
         def report(store: Any) -> bool:
-            store.compare_set(_REFUSAL, "", own)  # the first reason stays
+            store.compare_set(_REFUSAL, "", own)  # does not replace an earlier reason
             return self._is_read(store)
 
         if not self._closed:
@@ -218,16 +221,16 @@ class PeerNodes:
                 "name a free port",
             ) from error
 
-        # The store never closes a client, and strangers' connections must not keep this process
-        # from opening its files. torchrun, whose store is as open, inherits the limit.
+        # The store never closes a client, and connections of strangers must not use up this
+        # process's open files. torchrun, whose store is as open, inherits the limit.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, DESCRIPTORS)), hard))
         return listener
 
     def _lead(self, own: NodeRecord, run_dir: Path, timeout_s: float) -> RankStore:
         """Announce the start of node 0, and return once every node has joined it."""
-        # The others look for the id in node 0's state file, too, which proves that they see this
-        # directory: it is written before the store announces the id.
+        # The other nodes look for the id in node 0's state file, too, which proves that they see
+        # this directory, so it is written before the store announces the id.
         watch.fact(_START, lambda: own.start)
         watch.start(run_dir, f"{LAUNCHER}0")
         self._repeat(lambda store: _put(store, "node 0", own), REACH_S)
@@ -238,7 +241,7 @@ class PeerNodes:
             found = self._read(_REFUSAL, *(f"node {number}" for number in missing))
             for number in list(missing):
                 node = _parsed(NodeRecord, found.get(f"node {number}"))
-                # A record of another start is an earlier launcher's.
+                # A record of another start belongs to an earlier launcher.
                 if node is not None and node.start == own.start:
                     self._try_ranks(node)
                     missing.remove(number)
@@ -259,8 +262,8 @@ class PeerNodes:
             store.set(_GO, own.start)
             return self._is_read(store)
 
-        # The store stays until all have read this: a client whose server is gone learns nothing. A
-        # node that has gone meanwhile is missed by torchrun, which waits for its ranks.
+        # The store stays until all have read this: a client whose server is gone learns nothing. If
+        # a node has ended meanwhile, torchrun, which waits for its ranks, reports it.
         self._repeat(go, REACH_S)
         self._read(_REFUSAL)
         listener, self._ranks = self._ranks, None
@@ -276,7 +279,7 @@ class PeerNodes:
             now, state = time.monotonic(), _launcher(run_dir, 0)
 
             announced = _parsed(NodeRecord, found.get("node 0"))
-            if announced is not None and announced != zero:  # it may have been started again
+            if announced is not None and announced != zero:  # node 0 may have been restarted
                 self._require_fit(own, announced)
                 zero, joined, announced_at = announced, False, now
             if zero is not None and not joined:
@@ -294,7 +297,7 @@ class PeerNodes:
                 self._call(self._is_read)
                 return RankStore(zero.start, str(zero.address), zero.port, None)
 
-            # Node 0 runs, too, if its heartbeat continues: one beat may be a killed launcher's.
+            # Node 0 also runs if its heartbeat continues. A single beat may be a killed launcher's.
             beats |= {state.time} if state is not None else set()
             if self._reached_at is None and len(beats) > 1:
                 self._reached_at = now
@@ -309,15 +312,15 @@ class PeerNodes:
             time.sleep(POLL_S)
 
     def _announce(self, own: NodeRecord, start: str, run_dir: Path) -> bool:
-        """Join `start`. Return False where the store cannot be reached."""
-        # A node that cannot write to the directory fails here, before the others count on it.
+        """Join `start`. Return False if the store cannot be reached."""
+        # A node that cannot write to the directory fails here, before the others rely on it.
         watch.start(run_dir, f"{LAUNCHER}{own.node}")
         here = {"start": start, "interface": interface_of(self._address)}
         record = own.model_copy(update=here)
         return self._repeat(lambda store: _put(store, f"node {own.node}", record), REACH_S)
 
     def _require_fit(self, own: NodeRecord, zero: NodeRecord) -> None:
-        """Raises NodesError where this node differs from node 0."""
+        """Raise NodesError if this node differs from node 0."""
         if zero.count != own.count:
             raise NodesError.of(
                 "--nnodes",
@@ -341,7 +344,7 @@ class PeerNodes:
             )
 
     def _try_ranks(self, other: NodeRecord) -> None:
-        """Raises NodesError where the ranks here will not reach those of the other node."""
+        """Raise NodesError if the ranks here will not reach those of the other node."""
         try:
             socket.create_connection((str(other.address), other.port), REACH_S).close()
         except OSError as error:
@@ -355,8 +358,8 @@ class PeerNodes:
             ) from error
 
     def _cut_off(self, run_dir: Path, zero: ProcessState | None) -> NodesError:
-        """Return the error of a node that does not reach node 0, which reads it in the run
-        directory: the store cannot carry it."""
+        """Return the error of a node that cannot reach node 0. Node 0 reads it in the run
+        directory, because the store cannot carry it."""
         error = NodesError.of(
             "--rdzv-endpoint",
             f"node {self._nodes.rank} ({self._host}) does not reach node 0 at"
@@ -371,7 +374,7 @@ class PeerNodes:
         return error
 
     def _read(self, *keys: str) -> dict[str, str]:
-        """Return the values of those `keys` that are set, none while node 0 is out of reach. Raises
+        """Return the values of those `keys` that are set; none while node 0 is out of reach. Raises
         NodesError for a refusal."""
 
         def read(store: Any) -> dict[str, str]:
@@ -384,7 +387,7 @@ class PeerNodes:
         return found
 
     def _is_read(self, store: Any) -> bool:
-        """Record that this node knows the outcome. Return True once all know it, on node 0."""
+        """Record that this node has read the outcome. On node 0, return True once all have."""
         if self._nodes.rank > 0:
             store.set(f"read {self._nodes.rank}", "")
             return True
@@ -395,7 +398,7 @@ class PeerNodes:
         deadline = time.monotonic() + within_s
         with watch.doing("wait", "the other nodes to read from the store", within_s):
             while True:
-                # A silent server must not hold a node for longer than `within_s`.
+                # A server that does not answer must not hold a node for longer than `within_s`.
                 left_s = max(POLL_S, deadline - time.monotonic())
                 if self._call(act, min(CALL_S, left_s)):
                     return True
@@ -415,7 +418,8 @@ class PeerNodes:
             except Exception as error:  # noqa: BLE001 - raised by `result`
                 outcome.set_exception(error)
 
-        # torch's client would wait forever for a server that stays silent; its thread may.
+        # torch's client would wait forever for a server that does not answer, so it runs in a
+        # daemon thread.
         threading.Thread(target=run, name="store", daemon=True).start()
         try:
             result = outcome.result(CALL_S if limit_s is None else limit_s)
@@ -429,8 +433,8 @@ class PeerNodes:
 
     def _connected(self) -> Any:
         if self._store is None:
-            # A plain connection first: its error has the system's reason, and no stranger's service
-            # at the port sees torch's protocol before it has accepted.
+            # First a plain connection: its error has the system's reason, and a stranger's service
+            # at the port does not receive torch's protocol.
             endpoint = (self._nodes.host, self._nodes.port)
             with socket.create_connection(endpoint, CONNECT_S) as tried:
                 self._address, host = tried.getsockname()[0], tried.getpeername()[0]
@@ -449,17 +453,17 @@ def _put(store: Any, key: str, record: NodeRecord) -> bool:
 
 
 def _load_torch() -> None:
-    """Import torch's store without its log: a stranger's bytes would print a C++ stack."""
+    """Import torch's store without its log, which prints a C++ stack for a stranger's bytes."""
     given = os.environ.get(TORCH_LOG)
     os.environ.setdefault(TORCH_LOG, "FATAL")
     import torch.distributed  # noqa: F401
 
     if given is None:
-        del os.environ[TORCH_LOG]  # the ranks' logs are their own
+        del os.environ[TORCH_LOG]  # the ranks inherit the environment and need their logs
 
 
 def _parsed[Record: BaseModel](kind: type[Record], text: str | None) -> Record | None:
-    """Return the value of a key, None for a key that is not set or that a stranger has set."""
+    """Return the value of a key; None for a key that is not set or that a stranger has set."""
     with contextlib.suppress(ValidationError):
         return None if text is None else kind.model_validate_json(text)
     return None
@@ -472,8 +476,8 @@ def _launcher(run_dir: Path, number: int) -> ProcessState | None:
 
 
 def _raise_cut_off(run_dir: Path, start: str) -> None:
-    """Raises NodesError for a node that reports in the directory that it does not reach node 0 of
-    this start."""
+    """Raise NodesError if a node reports in the directory that it cannot reach node 0 of this
+    start."""
     for state in read_states(run_dir):
         if state.facts.get(_START) == start and (why := state.facts.get(_UNREACHED)) is not None:
             raise refused(int(state.name.removeprefix(LAUNCHER)), state.host, str(why))

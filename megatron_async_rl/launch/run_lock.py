@@ -1,9 +1,9 @@
 """One run at a time in a run's directory, and one study in its runs' folder.
 
-Invariant: the directory is taken from before anything in it is changed until the launcher and the
-ranks it started have ended, however they end: the kernel releases the lock, and torchrun holds it
-together with the launcher. On a file system without locks, as Lustre may be mounted, that is the
-user's responsibility, and a message reports it.
+Invariant: the directory is locked before anything in it is changed, and until the launcher and its
+ranks have ended, however they end: the kernel releases the lock, and torchrun holds it together
+with the launcher. A file system without locks (Lustre can be mounted so) makes this the user's
+responsibility, and a message reports it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def lock_run_dir(
     """Lock `run_dir` (created if missing) for `command`, which read it from `key`. Yields the
     descriptor of the lock, which other processes may inherit.
 
-    Raises RunDirectoryError when another run has it, OSError when it cannot be written to.
+    Raises RunDirectoryError if another run has it, OSError if it cannot be written to.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    # Not truncated on opening: the holder's name must stay readable.
+    # Not truncated on opening, so that the holder's name stays readable.
     descriptor = os.open(run_dir / FILE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            # flock belongs to the open file, so children that inherit it hold it, too.
+            # flock belongs to the open file, so children that inherit it hold the lock, too.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             what, fix = _holder(descriptor, command, key)
@@ -76,15 +76,15 @@ def lock_run_dir(
 
 
 def refuse_taken(run_dir: Path) -> None:
-    """Raise RunDirectoryError while another run has `run_dir`, and where that is a file. Makes and
-    changes nothing there."""
+    """Raise RunDirectoryError while another run has `run_dir`, and if `run_dir` is a file. Changes
+    nothing there."""
     if run_dir.is_file():
         raise RunDirectoryError.at(
             run_dir, "is a file", "name a directory, or a path without a file"
         )
     try:
         descriptor = os.open(run_dir / FILE, os.O_RDWR)
-    except OSError:  # no run was there; `lock_run_dir` reports what else it is
+    except OSError:  # no run has been there; `lock_run_dir` reports other errors
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,12 +100,12 @@ def refuse_taken(run_dir: Path) -> None:
 def ask_for_engines(run_dir: Path, count: int) -> None:
     """Request this number of training engines of the run in `run_dir`; the run notes the result.
 
-    Raises RunDirectoryError where none runs there, and for one whose engines cannot join or leave.
+    Raises RunDirectoryError if no run is active there, or if its engines cannot join or leave.
     """
     config_file = run_dir / "config.yaml"
     if not config_file.is_file():
         raise RunDirectoryError.at(run_dir, "has no config.yaml: it is not a run", "name a run.dir")
-    # The run's own copy: it states what the running engines can do.
+    # The run's own copy, which describes the running engines.
     rollout = load(config_file).rollout
     if rollout is None or rollout.placement == "colocated":
         why = "has no engines" if rollout is None else "has engines on the policy's devices"
@@ -119,10 +119,10 @@ def ask_for_engines(run_dir: Path, count: int) -> None:
 
 
 def _is_taken(run_dir: Path) -> bool:
-    """True while a run has the directory, and where the file system has no locks."""
+    """Return True while a run has the directory, and if the file system has no locks."""
     try:
         with open(run_dir / FILE, "rb") as lock:
-            # Shared: two readers must not take each other for a run.
+            # Shared, so that two readers do not mistake each other for a run.
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -132,7 +132,7 @@ def _is_taken(run_dir: Path) -> bool:
 
 
 def concerns(error: OSError, run_dir: Path) -> bool:
-    """True for an error of a disk, of a file in `run_dir`, or of a folder above it. An error of a
+    """Return True for an error of a disk, of a file in `run_dir`, or of a folder above it. A failed
     write names no file."""
     if error.filename is None:
         return error.errno in _OF_DISK
@@ -157,10 +157,10 @@ def usable(run_dir: Path) -> Iterator[None]:
 
 
 def _holder(descriptor: int, command: str, key: str) -> tuple[str, str]:
-    """(what, fix): the process that holds the lock, from what it wrote into the file."""
+    """Return (what, fix) about the process that holds the lock, from its entry in the file."""
     pid, _, host = os.read(descriptor, 300).decode(errors="replace").strip().partition(" ")
 
-    # The launcher is gone, and its ranks still hold the lock.
+    # The launcher has ended, and its ranks still hold the lock.
     if host == socket.gethostname() and pid.isdecimal() and condition(int(pid)) is None:
         rest = "its runs continue" if key == "runs" else "its ranks stop after their step"
         what = f"is in use: `{command}` (pid {pid}) was killed, and {rest}"

@@ -1,12 +1,12 @@
 """torchrun with a store that listens at one address: `python -m megatron_async_rl.launch.torchrun`.
 
 torchrun's own rendezvous opens its store at all addresses of the machine. With `--standalone` its
-agent also unpickles what the store holds, so anyone who reaches the port runs code as the run's
-user. This rendezvous is torchrun's static one (nothing is unpickled), and node 0 serves its store
-from a socket that the launcher has opened and that this process inherits.
+agent also unpickles values of the store, so anyone who reaches the port can run code as the run's
+user. This rendezvous is torchrun's static one, which unpickles nothing, and node 0 serves its store
+from a socket that the launcher has opened and this process inherits.
 
 Invariants:
-- the store listens at the address of `--rdzv-endpoint` alone, the address of the launcher's socket;
+- the store listens only at the address of `--rdzv-endpoint`, the address of the launcher's socket;
 - ranks use the store of node 0's torchrun and open none.
 """
 
@@ -57,7 +57,7 @@ class BoundRendezvous(StaticTCPRendezvous):
         return RENDEZVOUS
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # Only node 0 has the store; torch requests again for each restart.
+        # Only node 0 has the store; torch calls this method again for each restart.
         if self.rank == 0 and self._store is None:
             listener = socket.socket(fileno=self._descriptor)
             self._store = serve_store(listener, self.timeout, clients=self.world_size)
@@ -67,7 +67,7 @@ class BoundRendezvous(StaticTCPRendezvous):
 def _start_rank(
     handler: SubprocessHandler, command: Sequence[str], environment: Mapping[str, str]
 ) -> preloaded.Process | subprocess.Popen[bytes]:
-    """Start a rank from the server of ranks, or as torchrun does where there is none."""
+    """Start a rank from the server of ranks, or like torchrun if there is no server."""
     arguments, address = command[1:], preloaded.address_of("ranks")
     rank = None
     if command[0] == sys.executable:  # not where torchrun binds it to a NUMA node

@@ -1,1 +1,1 @@
-"""The loss: advantages, losses and aggregation as pure tensor functions."""
+"""The training objective: advantages, losses and aggregation as pure tensor functions."""

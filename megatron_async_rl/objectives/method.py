@@ -1,9 +1,9 @@
 """The function of a method and its inputs, as its settings model names them.
 
-A method that decides from the whole optimizer-step batch (a threshold, a group's mean log-prob,
-whitening) does so in a pure function of a whole TokenBatch, which every rank holds after one
-all-reduce of the precomputed columns. So a global decision costs the same number of collectives
-whatever the number of micro-batches, and every rank decides the same, to the bit.
+A decision that depends on the whole optimizer-step batch (a threshold, a group's mean log-prob,
+whitening) is a pure function of a whole TokenBatch, which every rank holds after one all-reduce of
+the precomputed columns. A global decision therefore costs the same number of collectives whatever
+the number of micro-batches, and every rank makes the same decision, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron_async_rl.objectives.batch import (
 )
 
 TokenColumn = Literal["logp", "sum_p_squared", "values", "logp_ref", "logp_prox"]
-"""Per-token numbers of the whole batch that a precompute pass (a forward pass before the training
-pass) brings."""
+"""Per-token columns of the whole batch that a precompute pass (a forward pass before the training
+pass) provides."""
 
 
 def _nothing(settings: Any) -> frozenset[TokenColumn]:
@@ -32,7 +32,7 @@ def _nothing(settings: Any) -> frozenset[TokenColumn]:
 
 
 Needs = Callable[[Any], frozenset[TokenColumn]]
-"""settings -> columns of the whole batch the method reads before training starts."""
+"""settings -> columns of the whole batch that the method reads before training starts."""
 
 
 def columns(*names: TokenColumn) -> Needs:
@@ -44,17 +44,17 @@ def columns(*names: TokenColumn) -> Needs:
 @dataclass(frozen=True)
 class AdvantageMethod:
     """function(whole batch, settings) -> Advantages. Reads rewards, group, mask, sequence and the
-    columns it needs."""
+    columns in `needs`."""
 
     function: Callable[[TokenBatch, Any], Advantages]
-    # Unasked columns are nan: a method that forgets one cannot pass unnoticed.
+    # Columns that were not requested are nan, so a method that forgets one cannot pass unnoticed.
     needs: Needs = _nothing
 
 
 @dataclass(frozen=True)
 class LossMethod:
-    """function(batch, settings) -> losses; `decide`, where there is one, ran on the whole batch
-    first and its result is `batch.decided`."""
+    """function(batch, settings) -> losses. `decide`, if there is one, runs on the whole batch
+    first, and its result is `batch.decided`."""
 
     function: Callable[[TokenBatch, Any], TokenLoss | SequenceLoss]
     decide: Callable[[TokenBatch, Any], BatchDecision] | None = None
@@ -63,12 +63,12 @@ class LossMethod:
 
 @dataclass(frozen=True)
 class CorrectionMethod:
-    """function(batch, settings) -> [N] factor on each token's loss, detached, >= 0; 0 rejects the
-    token, and so does the mask.
+    """function(batch, settings) -> [N] factor on each token's loss, detached, >= 0. A factor of 0
+    rejects the token, like a mask of 0.
 
-    Works on a micro-batch and on a whole batch alike, unless `whole(settings)`: then it is given
-    the whole batch only. needs: columns besides `logp_prox` that it reads, which a precompute pass
-    must supply if it is given a whole batch.
+    Accepts a micro-batch or a whole batch, unless `whole(settings)`: then it needs the whole batch.
+    needs: columns besides `logp_prox` that it reads; for a whole batch, a precompute pass must
+    supply them.
     """
 
     function: Callable[[TokenBatch, Any], Tensor]

@@ -1,31 +1,32 @@
-"""A configured objective: the columns it needs of a batch, its decisions, and the loss of any part
-of it.
+"""A configured objective: the columns of a batch that it needs, its decisions, and the loss of any
+part of the batch.
 
-    needs        which per-token columns of the whole batch are precomputed before training (often
+    needs        per-token columns of the whole batch that are precomputed before training (often
                  none)
     prepare      once per batch: reward shaping, the proximal policy, advantages
-    needs_again  the columns that an optimizer step needs under its own weights, where others
-                 have moved them since the batch began
+    needs_again  the columns that an optimizer step needs under its own weights, if earlier steps
+                 have changed the weights since the batch began
     decide       once per optimizer step, from its whole minibatch: corrections that need all of it,
                  the loss's decisions, denominators
     loss         per micro-batch, with gradient: loss, KL penalty, entropy bonus, value loss
 
 Invariants:
-- everything that depends on more than one sequence is decided in `prepare` and `decide`, on every
-  rank alike, in float64;
-- the sum of `loss` over any cut of a minibatch into micro-batches is the same loss with the same
-  gradient;
-- samples whose reward failed take no part: no group statistic, no denominator, no token;
+- every quantity that depends on more than one sequence is computed in `prepare` and `decide`, in
+  the same way on every rank, in float64;
+- for every division of a minibatch into micro-batches, the sum of `loss` is the same loss with the
+  same gradient;
+- samples whose reward failed have no effect on group statistics, denominators or the loss;
 - the whole batch is float64 on the CPU, in the order of the train batch, the same on every rank;
-- numbers that were not precomputed are nan there, so that a method which forgot to request them
+- numbers that were not precomputed are nan there, so that a method that forgot to request them
   cannot pass unnoticed.
 
 Denominators are those of the whole optimizer-step batch, over all data-parallel ranks and
-micro-batches, so the sum of `aggregate` over any cut of the batch into micro-batches is the loss of
-the batch, and its gradient does not depend on the cut. Nothing is ever divided by a padded width.
+micro-batches. For every division of the batch into micro-batches, the sum of `aggregate` is
+therefore the loss of the batch, and its gradient does not depend on the division. No sum is ever
+divided by a padded width.
 
-A rejected token counts as a zero. With `renormalize` it does not count: at each level at which the
-aggregation divides, the kept terms are averaged over the kept terms.
+A rejected token counts as a zero. With `renormalize` it does not count: each division of the
+aggregation averages the kept terms over the kept terms.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ from megatron_async_rl.samples.rank_batch import RankBatch
 @dataclass(frozen=True)
 class Denominators:
     """Counts over the optimizer-step batch: trained tokens, and sequences with at least one trained
-    token. kept: with `renormalize`, the same counts of what no correction has rejected, which the
-    loss then divides by."""
+    token. kept: with `renormalize`, the same counts of the tokens and sequences that no correction
+    has rejected; the loss then divides by them."""
 
     tokens: int
     sequences: int
@@ -84,7 +85,7 @@ class Denominators:
 
     @classmethod
     def of(cls, batch: TokenBatch, *, renormalize: bool = False) -> Denominators:
-        """The counts of a whole batch."""
+        """Return the counts of a whole batch."""
         counted = batch.lengths()
         # Counted over the whole batch, before it is cut into micro-batches.
         kept = cls.of(batch.replace(mask=batch.kept())) if renormalize else None
@@ -92,8 +93,8 @@ class Denominators:
 
     @property
     def of_all(self) -> Denominators:
-        """Denominators of terms without corrections, such as penalties: all tokens and sequences
-        count."""
+        """Return the denominators of terms without corrections, such as penalties: all tokens and
+        sequences count."""
         return replace(self, kept=None)
 
 
@@ -104,7 +105,7 @@ def aggregate(
     denominators: Denominators,
     norm_length: int | None = None,
 ) -> Tensor:
-    """This micro-batch's part of the batch loss, per sequence: -> [S], to be summed.
+    """Return this micro-batch's part of the batch loss, per sequence: [S], to be summed.
 
     With l the weighted token loss, m the mask, N the trained tokens and B the sequences of the
     optimizer-step batch: `token-mean` sum l m / N; `seq-mean-token-sum` sum_s (sum_t l m) / B;
@@ -117,7 +118,7 @@ def aggregate(
         batch, denominators = batch.replace(mask=batch.kept()), denominators.kept
     if isinstance(losses, SequenceLoss):
         weighted = torch.where(
-            # A sequence without trained tokens has no loss, also where its formula gives nan.
+            # A sequence without trained tokens has no loss, even if its formula gives nan.
             batch.lengths() > 0,
             losses.loss * batch.sequence_mean(batch.weights),
             0.0,
@@ -145,18 +146,18 @@ def aggregate(
 
 
 TargetKind = Literal["batch", "tokens", "sequences"]
-"""A field of the TokenBatch, or a decision by token or by sequence."""
+"""A field of the TokenBatch, or a decision per token or per sequence."""
 OwnedNumbers = Mapping[tuple[TargetKind, str], Tensor]
-"""Numbers of a step's samples, in order, and of the tokens of one owner's samples; a 0 for padding
-follows the last of each."""
+"""Numbers of a step's samples, in order, and of the tokens of one owner's samples. Each tensor ends
+with a 0, for padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepTargets:
     """One optimizer step. samples: the valid ones of its minibatch. whole: their tokens, in order.
 
-    corrected: `whole.weights` already hold the corrections; otherwise each micro-batch computes its
-    own.
+    corrected: True if `whole.weights` contains the corrections; otherwise each micro-batch computes
+    its own.
     """
 
     samples: RankBatch
@@ -169,12 +170,12 @@ class StepTargets:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The loss's decisions, for the log."""
+        """Numbers of the loss's decisions, for the log."""
         return self.whole.decided.scalars
 
     def gather(self, owner: int) -> OwnedNumbers:
-        """Return the numbers that micro-batches of the data-parallel rank `owner` take theirs from,
-        on the host. Called before the micro-batches run, so that none waits for it."""
+        """Return, on the host, the numbers from which micro-batches of the data-parallel rank
+        `owner` select theirs. Called before the micro-batches run, so that none waits for it."""
         if owner not in self._gathered:
             self._gathered[owner] = self._numbers_of(owner)
         return self._gathered[owner]
@@ -190,11 +191,11 @@ class StepTargets:
     ) -> TokenBatch:
         """Return the targets of one micro-batch on the device of `tokens`, floats in `dtype`.
 
-        tokens: [N] int64, places among the tokens of the samples that `owner` trains. samples: [S]
-        int64, places among the step's samples. -1 in both is the padding of a micro-batch without
-        samples. sequence: [N] int64, each token's place in `samples`.
+        tokens: [N] int64, indices into the tokens of the samples that `owner` trains. samples: [S]
+        int64, indices into the step's samples. -1 in both is the padding of a micro-batch without
+        samples. sequence: [N] int64, each token's index into `samples`.
 
-        `logp` (and `logp_prox`, where it was not precomputed) is nan until the caller replaces it.
+        `logp` (and `logp_prox`, if it was not precomputed) is nan until the caller replaces it.
         """
         if owner not in self._placed:
             # Uploaded together, and once for all passes of the step: an upload per micro-batch
@@ -209,10 +210,10 @@ class StepTargets:
 
     def _numbers_of(self, owner: int) -> OwnedNumbers:
         whole, samples = self.whole, self.samples
-        # By token: the model of this rank sees only these.
+        # By token: the model of this rank reads only these.
         owned = torch.from_numpy(samples.owner[samples.rows] == owner)
         kinds: dict[TargetKind, Mapping[str, Tensor]] = {
-            # A part of a group would have wrong statistics, so micro-batches lack `group`.
+            # A part of a group would have wrong statistics, so micro-batches have no `group`.
             "batch": {
                 name: each for name, each in whole.tensors() if name not in ("group", "sequence")
             },
@@ -224,7 +225,7 @@ class StepTargets:
             for name, each in tensors.items():
                 if not _by_sequence(kind, name):
                     each = each[owned]
-                # The place -1 of padding reads the appended 0.
+                # The index -1 of padding reads the appended 0.
                 numbers[kind, name] = torch.cat((each, each.new_zeros((1, *each.shape[1:]))))
         return numbers
 
@@ -244,7 +245,7 @@ def _by_sequence(kind: TargetKind, name: str) -> bool:
 
 
 def valid_samples(batch: RankBatch) -> RankBatch:
-    """The samples that are trained on, in the batch's order.
+    """Return the samples that are trained on, in the batch's order.
 
     Raises ValueError for a reward that is not finite and not marked as failed.
     """
@@ -260,10 +261,10 @@ def valid_samples(batch: RankBatch) -> RankBatch:
 
 
 def whole_batch(samples: RankBatch, precomputed: Mapping[str, Tensor]) -> TokenBatch:
-    """[S] samples as one TokenBatch: rewards as given, advantages 0, weights the samples' own, logp
-    nan where not precomputed.
+    """Return [S] samples as one TokenBatch: rewards as given, advantages 0, weights the samples'
+    own, logp nan if it was not precomputed.
 
-    precomputed: [N] each, in the samples' order. `step_rewards` is None where no sample has any.
+    precomputed: [N] each, in the samples' order. `step_rewards` is None if no sample has any.
     """
 
     def exact(values: NDArray[Any]) -> Tensor:
@@ -271,7 +272,7 @@ def whole_batch(samples: RankBatch, precomputed: Mapping[str, Tensor]) -> TokenB
 
     sequence = torch.tensor(samples.rows)
     behavior = exact(samples.behavior_logprobs)
-    # nan, not 0: a column that is read without being requested must show.
+    # nan, not 0, so that a column that is read without being requested is noticed.
     unknown = torch.full_like(behavior, float("nan"))
     return TokenBatch(
         logp=precomputed["logp"].double() if "logp" in precomputed else unknown,
@@ -295,15 +296,16 @@ def whole_batch(samples: RankBatch, precomputed: Mapping[str, Tensor]) -> TokenB
 
 
 MOVING: frozenset[TokenColumn] = frozenset({"logp", "sum_p_squared"})
-"""Columns of the weights in training that an optimizer step changes. `values` stay those that the
-batch began with: value clipping is from there."""
+"""Columns of the trained weights that an optimizer step changes. `values` remain those from the
+beginning of the batch, because value clipping is relative to them."""
 
 
 @dataclass(frozen=True, eq=False)
 class BatchLoss:
-    """parts: [S] with gradient, to be summed over the batch. clipped, rejected: [N] bool.
+    """Loss of a micro-batch. parts: [S] with gradient, to be summed over the batch. clipped,
+    rejected: [N] bool.
 
-    terms: [S] each, detached: what of `parts` is not the loss itself (`kl`, `entropy`, `value`).
+    terms: [S] each, detached: the terms in `parts` besides the loss (`kl`, `entropy`, `value`).
     """
 
     parts: Tensor
@@ -328,7 +330,7 @@ class Objective:
         self.needs_again = self._of_a_step() & MOVING
 
     def prepare(self, samples: RankBatch, precomputed: Mapping[str, Tensor]) -> TokenBatch:
-        """Return everything that stays the same while a batch is trained on: its tokens with
+        """Return all values that stay the same while a batch is trained on: its tokens with
         rewards, proximal policy and advantages; the same on every rank.
 
         samples: the valid ones. precomputed: the columns of `needs`, [N] each, over the samples'
@@ -341,12 +343,11 @@ class Objective:
         whole = whole.replace(
             logp_prox=proximal_logp(whole, config.proximal, precomputed.get("logp_prox"))
         )
-        # Before the advantages, which must see the reward that is optimised.
-        # Order: shaping, then the KL penalty, then advantages, which read both.
+        # Order: shaping, then the KL penalty, then advantages, which read the result of both.
         whole = whole.replace(rewards=shaped_rewards(whole, samples.trained, config))
         penalty = kl_penalty(whole, config.kl)
         whole = whole.replace(token_rewards=token_rewards(whole, penalty))
-        # Sequence estimators see the penalty in the reward, token estimators per token.
+        # Sequence estimators read the penalty from the reward, token estimators per token.
         whole = whole.replace(rewards=whole.require("rewards") - whole.sequence_sum(penalty))
         advantages = self._advantage.function(whole, config.advantage)
         whole = whole.replace(advantages=advantages.tokens)
@@ -364,19 +365,18 @@ class Objective:
         prepared: TokenBatch,
         current: Mapping[str, Tensor] | None = None,
     ) -> StepTargets:
-        """Return everything about an optimizer step that does not need gradients; the same on every
-        rank.
+        """Return all values of an optimizer step that need no gradients; the same on every rank.
 
-        samples, prepared: a minibatch, or all of a batch. current: the columns of `needs_again`
-        under the step's own weights, replacing those with which the batch began.
+        samples, prepared: a minibatch, or the whole batch. current: the columns of `needs_again`
+        under the step's own weights; they replace those from the beginning of the batch.
         """
         whole = prepared.replace(
-            # float64, as everything that is decided for the whole batch.
+            # float64, like all values of a whole batch.
             **{name: column.double() for name, column in (current or {}).items()}
         )
         if len(samples):
             if self._correct_whole:
-                # Before the loss decides: a rejected token takes no part in its thresholds.
+                # Before the loss decides: a rejected token has no influence on its thresholds.
                 whole = self._corrected(whole)
             if self._loss.decide is not None:
                 whole = whole.replace(decided=self._loss.decide(whole, self.config.loss))
@@ -389,7 +389,7 @@ class Objective:
 
     @property
     def adds_terms(self) -> bool:
-        """True when something is added to the loss."""
+        """True if a term is added to the loss."""
         config = self.config
         return (
             bool(config.entropy_bonus)
@@ -405,20 +405,19 @@ class Objective:
         corrected: bool = True,
         with_terms: bool = True,
     ) -> BatchLoss:
-        """Loss of one micro-batch whose `logp` carries the gradient.
+        """Return the loss of one micro-batch whose `logp` carries the gradient.
 
-        `logp_prox` may still be nan where a batch is one optimizer step: it is filled in here,
-        exactly, from the detached `logp`. corrected: the batch's weights already hold the
-        corrections. with_terms: false leaves out the terms that are added to the loss.
+        `logp_prox` may still be nan if the batch is one optimizer step: it is set here, exactly, to
+        the detached `logp`. corrected: True if the batch's weights contain the corrections.
+        with_terms: False leaves out the terms that are added to the loss.
         """
         config = self.config
         if config.steps_per_batch == 1 and config.proximal in ("recompute", "loglinear"):
-            # No gradient may flow through the proximal policy.
             # With one optimizer step pi is pi_prox: exact, and without another pass. Detached,
-            # because a ratio's denominator has no gradient.
+            # because no gradient may flow through the proximal policy.
             current = batch.replace(logp=batch.logp.detach())
             batch = batch.replace(logp_prox=proximal_logp(current, config.proximal, None))
-        # Per micro-batch only where no correction needs the whole batch.
+        # Per micro-batch only if no correction needs the whole batch.
         if not corrected:
             batch = self._corrected(batch)
         losses = self._loss.function(batch, config.loss)
@@ -427,7 +426,7 @@ class Objective:
         terms = {}
         for name, coefficient, values in self._terms(batch) if with_terms else ():
             # A term per token is averaged over tokens even if the loss is per sequence. Corrections
-            # do not weigh it.
+            # do not weight it.
             plain = batch.replace(weights=torch.ones_like(batch.weights))
             average = "token-mean" if used == "seq-mean" else used
             term = coefficient * aggregate(
@@ -441,7 +440,7 @@ class Objective:
         return BatchLoss(parts, losses.clipped, (batch.weights == 0) & (batch.mask > 0), terms)
 
     def _terms(self, batch: TokenBatch) -> list[tuple[str, float, Tensor]]:
-        """(name, factor, [N] values with gradient) of each term added to the loss."""
+        """Return (name, factor, [N] values with gradient) of each term added to the loss."""
         config, found = self.config, []
         if config.kl is not None and config.kl.where == "loss":
             found.append(("kl", config.kl.coef, token_kl(batch, config.kl)))
@@ -452,8 +451,7 @@ class Objective:
         return found
 
     def _corrected(self, batch: TokenBatch) -> TokenBatch:
-        # Corrections are factors: their gradient would be another objective.
-        # Corrections are constants of the loss.
+        # Corrections are constants: with their gradient the objective would be another one.
         detached = batch.replace(logp=batch.logp.detach())
         for method, settings in self._corrections:
             detached = detached.replace(
@@ -479,8 +477,8 @@ class Objective:
         precomputed = config.proximal in ("snapshot", "ewma") or config.steps_per_batch > 1
         if precomputed and (config.loss.uses_proximal or self._corrections):
             wanted.add("logp_prox")
-        # Replaced by what the proximal policy is made from.
+        # Replaced by the columns from which the proximal policy is computed.
         if "logp_prox" in wanted:
-            # Derived from other columns where the proximal policy is not a copy.
+            # Derived from other columns if the proximal policy is not a copy.
             wanted = (wanted - {"logp_prox"}) | columns_for_proximal(config.proximal)
         return frozenset(wanted)

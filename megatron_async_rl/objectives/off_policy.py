@@ -1,22 +1,21 @@
-"""Off-policy data: the proximal policy that ratios are taken against, and corrections. Pure
-functions.
+"""Off-policy data: the proximal policy, and corrections. All functions are pure.
 
-The proximal policy is what the ratio r = pi / pi_prox is taken against:
+The proximal policy is the denominator of the ratio r = pi / pi_prox:
 
     behavior    logp_prox = logp_behavior
-    recompute   the trainer's weights at the start of the batch; precomputed. Where a batch is one
-                optimizer step these are the weights that `logp` is computed with: its detached
-                value is exact and needs no second pass
+    recompute   the trainer's weights at the start of the batch; precomputed. If a batch is one
+                optimizer step, `logp` is computed with these weights: its detached value is exact
+                and needs no second pass
     loglinear   logp_behavior + a (sg(logp) - logp_behavior), a = 1 - 1/d, d the token's lag; a = 0
                 at lag 0 (A-3PO, arXiv 2512.06547)
     ewma        log-probs under an exponential average of the trainer's weights; precomputed
-    snapshot    log-probs under the trainer's copy of the very version that sampled the token
+    snapshot    log-probs under the trainer's copy of exactly the version that sampled the token
                 (arXiv 2605.12070); precomputed
 
-A correction is a factor on each token's loss; 0 rejects it. rho = pi_prox / mu is the ratio that
-corrections weigh by or look at.
+A correction is a factor on each token's loss; 0 rejects the token. Corrections depend on the ratio
+rho = pi_prox / mu.
 
-Invariant: sequence statistics run over the tokens that corrections before this one kept.
+Invariant: sequence statistics use the tokens that earlier corrections kept.
 """
 
 from __future__ import annotations
@@ -39,18 +38,19 @@ from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
 from megatron_async_rl.objectives.method import CorrectionMethod, TokenColumn, columns
 
 SMALLEST_MEAN = 1e-8
-"""A mean weight below it is not divided by."""
+"""Smallest mean weight that is used as a divisor."""
 
 
 def columns_for_proximal(proximal: Proximal) -> set[TokenColumn]:
-    """The columns that have to be precomputed to know logp_prox over the whole batch."""
+    """Return the columns that must be precomputed to know logp_prox over the whole batch."""
     if proximal == "behavior":
         return set()
     return {"logp"} if proximal in ("recompute", "loglinear") else {"logp_prox"}
 
 
 def proximal_logp(batch: TokenBatch, proximal: Proximal, precomputed: Tensor | None) -> Tensor:
-    """[N]. `batch.logp`: detached, under the weights at the start of the batch (nan gives nan).
+    """Return logp_prox, [N]. `batch.logp`: detached, under the weights at the start of the batch
+    (nan gives nan).
 
     precomputed: [N], for ewma and snapshot.
     """
@@ -59,20 +59,20 @@ def proximal_logp(batch: TokenBatch, proximal: Proximal, precomputed: Tensor | N
     if proximal == "recompute":
         return batch.logp
     if proximal == "loglinear":
-        # a = 1 - 1/d is 0 for d = 1, and lag 0 must give the same.
+        # a = 1 - 1/d is 0 for d = 1, and lag 0 must give the same result.
         lag = batch.require("lag").clamp(min=1)
         return batch.logp_behavior + (1.0 - 1.0 / lag) * (batch.logp - batch.logp_behavior)
-    # In a micro-batch the column is there already.
+    # In a micro-batch the column exists already.
     return precomputed.double() if precomputed is not None else batch.logp_prox
 
 
 def proximal_metrics(batch: TokenBatch, precomputed: Tensor | None) -> dict[str, float]:
-    """`ratio/prox_diff_max`: largest |logp_prox - logp_behavior| of a trained token, where
+    """Return `ratio/prox_diff_max`: largest |logp_prox - logp_behavior| of a trained token, if
     logp_prox was precomputed.
 
-    With `snapshot`, and responses whose cache is recomputed at every update, it is rounding: the
-    trainer and the engine disagree about a token, or about the version that sampled it, where it is
-    more.
+    With `snapshot`, and responses whose cache is recomputed at every update, it is only rounding.
+    If it is larger, trainer and engine disagree about a token, or about the version that sampled
+    it.
     """
     if precomputed is None or not batch.mask.any():
         return {}
@@ -81,34 +81,34 @@ def proximal_metrics(batch: TokenBatch, precomputed: Tensor | None) -> dict[str,
 
 
 def log_ratios(batch: TokenBatch) -> Tensor:
-    """[N]: log rho, clamped to +-LOG_RATIO_BOUND."""
+    """Return log rho, clamped to +-LOG_RATIO_BOUND: [N]."""
     return (batch.logp_prox - batch.logp_behavior).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def importance_ratios(batch: TokenBatch, level: Literal["token", "sequence"]) -> Tensor:
-    """[N]: each token's rho, or the product over its sequence; in log space clamped to
-    +-LOG_RATIO_BOUND."""
+    """Return each token's rho, or the product over its sequence, in log space clamped to
+    +-LOG_RATIO_BOUND: [N]."""
     if level == "token":
         return log_ratios(batch).exp()
     product = seen(batch).sequence_sum(batch.logp_prox - batch.logp_behavior)
-    # Clamped after the sum: a product of 1,000 ratios overflows float32.
+    # Clamped after the sum, because a product of 1,000 ratios overflows float32.
     return product.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[batch.sequence]
 
 
 def seen(batch: TokenBatch) -> TokenBatch:
-    """The batch with the mask of what corrections so far have kept."""
+    """Return the batch with the mask of the tokens that corrections so far have kept."""
     return batch.replace(mask=batch.kept())
 
 
 def normalized(weights: Tensor, batch: TokenBatch, level: Literal["token", "sequence"]) -> Tensor:
-    """[N] -> [N] with mean 1 over the kept tokens, or, level `sequence`, over the sequences that
-    have any. Whole batches only."""
+    """[N] -> [N] with mean 1 over the kept tokens, or, for level `sequence`, over the sequences
+    that have any. Whole batches only."""
     kept = seen(batch)
     if level == "token":
         mean = kept.sequence_sum(weights).sum() / kept.mask.sum().clamp(min=1)
     else:
         mean = kept.sequence_mean(weights).sum() / (kept.lengths() > 0).sum().clamp(min=1)
-    # If all weights vanish there is nothing to normalise.
+    # If all weights vanish, none is normalised.
     return weights / torch.where(mean > SMALLEST_MEAN, mean, 1.0)
 
 
@@ -128,13 +128,13 @@ def tis(batch: TokenBatch, settings: TisCorrection) -> Tensor:
 
 
 def icepop(batch: TokenBatch, settings: IcepopCorrection) -> Tensor:
-    """IcePop (arXiv 2510.18855, ringtech.notion.site/icepop): a ratio out of bounds takes no part.
+    """IcePop (arXiv 2510.18855, ringtech.notion.site/icepop): rejects ratios out of bounds.
 
     rho_t where low <= rho_t <= high, else 0; rho = pi_prox / mu, or its product over the
     sequence. [N].
 
-    `normalize` divides by the mean over the tokens that came in (`token`) or their sequences
-    (`sequence`), zeros included.
+    `normalize` divides by the mean over the tokens that the corrections before this one kept
+    (`token`) or their sequences (`sequence`), including zeros.
     """
     rho = importance_ratios(batch, settings.level)
     weights = torch.where((rho >= settings.low) & (rho <= settings.high), rho, 0.0)
@@ -163,7 +163,7 @@ def reject(batch: TokenBatch, settings: RejectCorrection) -> Tensor:
     elif settings.statistic == "k2":
         values = 0.5 * log_rho.square()
     else:
-        # expm1 keeps the digits where the ratio is near 1.
+        # expm1 keeps the digits if the ratio is near 1.
         values = torch.expm1(log_rho) - log_rho
     if settings.level in ("sequence_sum", "sequence_product"):
         # Over the tokens that earlier corrections kept.
@@ -179,8 +179,8 @@ def reject(batch: TokenBatch, settings: RejectCorrection) -> Tensor:
 
 
 def token_veto(batch: TokenBatch, settings: TokenVetoCorrection) -> Tensor:
-    """Token veto: one token that the proximal policy all but excludes condemns its sequence (Liu,
-    Li et al. 2025, richardli.xyz/rl-collapse).
+    """Token veto: one token that is almost impossible under the proximal policy rejects its whole
+    sequence (Liu, Li et al. 2025, richardli.xyz/rl-collapse).
 
     0 on every token of a sequence in which any kept token has rho = pi_prox / mu < threshold,
     else 1. [N]."""
@@ -189,14 +189,14 @@ def token_veto(batch: TokenBatch, settings: TokenVetoCorrection) -> Tensor:
 
 
 def opsm(batch: TokenBatch, settings: OpsmCorrection) -> Tensor:
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): bad responses that the policy
-    has moved away from teach nothing more.
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): bad responses from which the
+    policy has moved away do not train.
 
     0 where A < 0 and the sequence's mean over kept tokens of log(pi_prox / pi) is above delta,
     else 1. [N].
 
-    Where all tokens of a response share an advantage this drops the sequence; otherwise its tokens
-    of negative advantage.
+    If all tokens of a response share an advantage, this drops the sequence; otherwise it drops its
+    tokens of negative advantage.
     """
     drift = seen(batch).sequence_mean(batch.logp_prox - batch.logp)[batch.sequence]
     return (~((batch.advantages < 0) & (drift > settings.delta))).to(batch.mask.dtype)

@@ -1,13 +1,13 @@
-"""Terms besides the loss itself: what shapes the reward (length, a KL penalty per token) or is
+"""Terms besides the loss itself: they shape the reward (length, a KL penalty per token) or are
 added to the loss (a KL penalty, the value head's own loss).
 
-The value head learns the returns that the advantage estimator made from its own estimates:
+The value head learns the returns that the advantage estimator computed from the head's estimates:
 
     loss      0.5 (V - R)^2                                  (PPO, arXiv 1707.06347, eq. 9)
     clipped   0.5 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)
 
 V_old comes from the weights at the start of the batch. With one optimizer step per batch V equals
-it, so clipping does nothing there, as PPO's clip of a ratio to the own start weights does nothing.
+V_old, so clipping has no effect, like PPO's clip of a ratio of the weights to themselves.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
 def shaped_rewards(
     batch: TokenBatch, lengths: NDArray[np.int64], config: ObjectiveConfig
 ) -> Tensor:
-    """[S]: R, minus DAPO's soft overlong punishment penalty * clip((length - (max_length - buffer))
-    / buffer, 0, 1). lengths: [S], tokens that the policy sampled, without an environment's."""
+    """Return R minus DAPO's soft overlong punishment penalty * clip((length - (max_length -
+    buffer)) / buffer, 0, 1): [S]. lengths: [S], tokens that the policy sampled, without an
+    environment's."""
     rewards = batch.require("rewards")
     if config.overlong is None:
         return rewards
@@ -39,16 +40,16 @@ def shaped_rewards(
 
 
 def kl_penalty(batch: TokenBatch, kl: KlConfig | None) -> Tensor:
-    """[N]: coef * KL estimate on each trained token where the penalty is taken from the reward,
-    else 0."""
+    """Return coef * KL estimate on each trained token if the penalty is subtracted from the reward,
+    else 0: [N]."""
     if kl is None or kl.where != "reward":
         return torch.zeros_like(batch.mask)
-    # Environment tokens are not the policy's, so they carry no penalty.
+    # The policy did not sample environment tokens, so they carry no penalty.
     return kl.coef * token_kl(batch, kl) * batch.mask
 
 
 def token_kl(batch: TokenBatch, kl: KlConfig) -> Tensor:
-    """[N]: the estimate of each token, with gradient where `logp` has one.
+    """Return the estimate of each token, with gradient if `logp` has one: [N].
 
     With `weight: truncated` it is multiplied by sg(min(w, cap)), w = pi / mu: an expectation under
     pi from tokens of mu. Log-ratios are clamped to +-LOG_RATIO_BOUND.
@@ -62,12 +63,12 @@ def token_kl(batch: TokenBatch, kl: KlConfig) -> Tensor:
 
 
 def token_rewards(batch: TokenBatch, penalty: Tensor) -> Tensor:
-    """[N] of a whole batch, its sequences one after another: what each trained token is rewarded
-    with, 0 where the mask is 0. Sums to `rewards` minus the penalty [N].
+    """Return the reward of each trained token of a whole batch, [N], sequence after sequence; 0
+    where the mask is 0. Sums to `rewards` minus the penalty [N].
 
-    A step reward on an environment token goes to the trained token before it, or to the first one
-    if there is none. The rest of the sequence's reward (all of it without step rewards; what
-    shaping has changed) goes to its last trained token. A sequence without trained tokens has no
+    A step reward on an environment token is added to the trained token before it, or to the first
+    one if there is none. The rest of the sequence's reward (all of it without step rewards; the
+    change by shaping) is added to its last trained token. A sequence without trained tokens has no
     rewards.
     """
     rewards = -penalty
@@ -84,10 +85,10 @@ def token_rewards(batch: TokenBatch, penalty: Tensor) -> Tensor:
         before = torch.cummax(torch.where(trained, position, -1), 0).values if beyond else position
         owner = torch.maximum(before, first[batch.sequence])
         given = has[batch.sequence]
-        # index_add: several environment tokens may pass theirs to one trained token.
+        # index_add, because several environment tokens may add to one trained token.
         rewards = rewards.index_add(0, owner[given], batch.step_rewards[given])
         rest = rest - torch.zeros_like(rest).index_add(0, batch.sequence, batch.step_rewards)
-    # The last trained token carries what no step reward explains.
+    # The last trained token gets the part of the reward that no step reward contains.
     rewards[last[has]] += rest[has]
     return rewards
 
@@ -105,25 +106,25 @@ def kl_estimate(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tens
         return log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio.square()
-    # expm1 keeps the digits where the policies nearly agree.
+    # expm1 keeps the digits if the policies nearly agree.
     return torch.expm1(-log_ratio) + log_ratio
 
 
 def value_loss(batch: TokenBatch, settings: ValueConfig) -> Tensor:
-    """[N] with gradient in `values`; before mask and aggregation."""
+    """Return the value loss, [N], with gradient in `values`; before mask and aggregation."""
     values, returns = batch.require("values"), batch.require("returns")
     error = (values - returns).square()
     if settings.clip is not None:
         old = batch.require("values_old")
         near = old + (values - old).clamp(-settings.clip, settings.clip)
-        # The larger error: clipping only ever removes incentive to move away.
+        # The larger error: clipping only removes incentive to move away.
         error = torch.maximum(error, (near - returns).square())
     return 0.5 * error
 
 
 def value_metrics(whole: TokenBatch) -> dict[str, float]:
-    """Explained variance of a whole batch with `values` and `returns`: 1 - Var(R - V) / Var(R) over
-    trained tokens; nothing where all returns are equal."""
+    """Return the explained variance of a whole batch with `values` and `returns`: 1 - Var(R - V) /
+    Var(R) over trained tokens; nothing if all returns are equal."""
     if whole.values is None or whole.returns is None:
         return {}
     trained = whole.mask > 0

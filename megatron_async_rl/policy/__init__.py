@@ -1,2 +1,2 @@
 """The model: layout, weights, log-probs, micro-batch schedule, optimizer step, checkpoints, and the
-CUDA-free device layer."""
+device layer, which also works without CUDA."""

@@ -1,30 +1,30 @@
-"""Reading Megatron's optimizer: gradients, moments and float32 parameters of this rank's shards,
-and of Adam what a control may see.
+"""Access to Megatron's optimizer: gradients, moments and float32 parameters of this rank's shards,
+and the view of Adam that controls get.
 
 Invariants:
-- controls see tensors in the order of the gradient shards (`gradients_of`), in float32 on their
-  device. Nothing of that is stored: all is read or computed from the optimizer's own state when
-  requested, and one tensor at a time where it is not in place;
-- whether there is anything to read is known from the steps taken, so it is the same on every rank,
-  also on one without shards;
-- what should be there and is not raises StateMissing; nothing is passed over.
+- controls get tensors in the order of the gradient shards (`gradients_of`), in float32 on their
+  device. They are not stored, but read or computed from the optimizer's own state on
+  request, one tensor at a time unless they are in place;
+- the number of steps shows whether there is state to read, so the answer is the same on every rank,
+  including ranks without shards;
+- missing state raises StateMissing; no parameter is left out silently.
 
-State that goes with the model's parameters is saved and copied as slices of them. A shard is a flat
-run of a parameter's elements with what belongs to them: Adam's moments, its float32 parameters, a
-past gradient, a copy of the weights. There is one for each parameter that Adam updates on this
-rank, in the order of the gradient shards: all of the parameter, or with the distributed optimizer a
-slice of it; and copies of the weights are divided over replicas whatever the optimizer
-(past_weights.py). blocks.py takes slices to a checkpoint and back.
+State of the model's parameters is saved and copied as slices. A shard is a flat run of a
+parameter's elements with their state: Adam's moments, its float32 parameters, a past gradient, a
+copy of the weights. There is one shard for each parameter that Adam updates on this rank, in the
+order of the gradient shards: the whole parameter, or with the distributed optimizer a slice of it.
+Copies of the weights are divided over replicas with either optimizer (past_weights.py). blocks.py
+writes slices to a checkpoint and reads them.
 
-Adam's state is saved so:
-    adam.exp_avg, adam.exp_avg_sq   the moments, in the dtype they are kept in
-    adam.master                     the float32 parameters, where the model's own are not float32
-Adam counts steps for all parameters alike; the count is one number. Settings (betas, eps, decay,
-lr) are the configuration's.
+Names of Adam's state in a checkpoint:
+    adam.exp_avg, adam.exp_avg_sq   the moments, in the dtype in which they are kept
+    adam.master                     the float32 parameters, if the model's own are not float32
+Adam counts the same steps for all parameters, so the count is one number. Settings (betas, eps,
+decay, lr) come from the configuration.
 
 Invariants of slices:
 - every element of a parameter is in one slice on each replica, or (`own`) on one replica alone;
-- nothing here communicates, so ranks may hold different numbers of shards.
+- this file does not communicate, so ranks may hold different numbers of shards.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ from megatron_async_rl.policy.parallel import Layout
 
 
 def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:
-    """The reduced gradients the optimizer is about to use, in place; valid between `prepare_grads`
-    and its step.
+    """Return the reduced gradients that the optimizer is about to use, in place; valid between
+    `prepare_grads` and its step.
 
-    With the distributed optimizer each rank holds its slices and every slice counts; without it
-    data- and context-parallel replicas hold the same gradients, which count on the first: of
-    experts, whose replicas are the stage's ranks with the same experts, on the first of those.
+    With the distributed optimizer each rank holds its slices and every slice counts. Without it,
+    data- and context-parallel replicas hold the same gradients, and the first one counts; for
+    experts, whose replicas are the stage's ranks with the same experts, the first of those counts.
     Tensor-parallel copies count on tensor rank 0, tied embeddings on the first pipeline stage. Sums
-    go over the world, so that every rank sees the same bits and decides alike. Raises StateMissing.
+    are over the world, so that every rank gets the same bits and makes the same decisions. Raises
+    StateMissing.
     """
     # Slices are disjoint, so all of them count.
     sliced = optimizer.config.use_distributed_optimizer
@@ -82,8 +83,8 @@ def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:
 
 
 def optimizer_parameters(optimizer: MegatronOptimizer) -> list[torch.nn.Parameter]:
-    """The parameters Adam updates on this rank: the model's own, or this rank's float32 slices of
-    them."""
+    """Return the parameters that Adam updates on this rank: the model's own, or this rank's float32
+    slices of them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -91,12 +92,12 @@ FLOAT32_BYTES = torch.float32.itemsize
 
 
 class StateMissing(RuntimeError):
-    """A gradient, a moment or a master is not where it is looked for. Without it a step would leave
-    its parameter out, without any visible sign."""
+    """A gradient, a moment or a master is not where it is expected. A step without it would leave
+    its parameter out silently."""
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """The reduced gradient of one of the optimizer's parameters, in place: valid between
+    """Return the reduced gradient of one of the optimizer's parameters, in place: valid between
     `prepare_grads` and the step. Raises StateMissing."""
     if parameter.grad is None:
         elsewhere = getattr(parameter, "decoupled_grad", None) is not None
@@ -112,9 +113,9 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 
 
 def moment_of(state: Mapping[str, Any], name: str) -> Tensor:
-    """`exp_avg` or `exp_avg_sq` of Adam's state of one parameter, in place: float32 or bfloat16, on
-    the parameter's device or the host (`BlockAdam`). Raises StateMissing; also for a moment in
-    other numbers of few bits, which is meaningless without its scale."""
+    """Return `exp_avg` or `exp_avg_sq` of Adam's state of one parameter, in place: float32 or
+    bfloat16, on the parameter's device or the host (`BlockAdam`). Raises StateMissing, also for a
+    moment with fewer bits, which is meaningless without its scale."""
     moment = state.get(name)
     scaled = moment is not None and moment.dtype.itemsize < FLOAT32_BYTES
     if moment is None or (scaled and moment.dtype != torch.bfloat16):
@@ -126,15 +127,15 @@ def moment_of(state: Mapping[str, Any], name: str) -> Tensor:
 
 
 def _in_float32(moment: Tensor, device: torch.device) -> Tensor:
-    """The moment or a part of it, in place where it is float32 on the device already."""
-    # Offloaded moments come to the device here, and are not written back.
+    """Return the moment or a part of it, in place if it already is float32 on the device."""
+    # Offloaded moments are copied to the device here, and are not written back.
     moved = moment.to(device, non_blocking=True)
     return moved.float() if moved.dtype == torch.bfloat16 else moved
 
 
 def masters_of(optimizer: MegatronOptimizer) -> list[nn.Parameter]:
-    """The float32 parameters that Adam updates, which are its own. Raises StateMissing where they
-    are the model's in fewer bits."""
+    """Return the float32 parameters that Adam updates, which are its own. Raises StateMissing if it
+    updates the model's, in a dtype of fewer bits."""
     parameters = optimizer_parameters(optimizer)
     for parameter in parameters:
         if parameter.dtype.itemsize < FLOAT32_BYTES:
@@ -147,9 +148,9 @@ def masters_of(optimizer: MegatronOptimizer) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class TakenStep:
-    """The settings of the last optimizer step. lr: the learning rate that Adam was given, with the
-    controls' factors and the correction of its bias (optimizer.py). norm: of what Adam added
-    to the parameters, where it was measured."""
+    """The settings of the last optimizer step. lr: learning rate passed to Adam, with the controls'
+    factors and the correction of its bias (optimizer.py). norm: length of Adam's change to the
+    parameters, if it was measured."""
 
     lr: float
     beta1: float
@@ -157,7 +158,8 @@ class TakenStep:
 
 
 class AdamView:
-    """Implements controls.decision.OptimizerView over Megatron's Adam: torch's, or a fused one."""
+    """Implementation of controls.decision.OptimizerView for Megatron's Adam: torch's, or a fused
+    one."""
 
     def __init__(
         self,
@@ -191,8 +193,8 @@ class AdamView:
 
     def last_update(self) -> Sequence[Tensor] | None:
         """-lr / (1 - beta1^n) m / (sqrt(v / (1 - beta2^n)) + eps), with the n-th step's own beta1
-        and the lr that Adam was given for it (arXiv 1412.6980). Moments in bfloat16 are read as
-        they were rounded after the step."""
+        and the lr passed to Adam for it (arXiv 1412.6980). Moments in bfloat16 are read as they
+        were rounded after the step."""
         if self._last is None:
             return None
         return _Computed(
@@ -200,13 +202,13 @@ class AdamView:
         )
 
     def next_update(self) -> NextUpdate:
-        """The update of the step that the optimizer is set for: its groups' lr and betas, and the
-        gradients as they are."""
+        """Return the update of the step for which the optimizer is set: its groups' lr and betas,
+        and the present gradients."""
         return NextUpdate(_states(self._optimizer))
 
 
 class _Computed(Sequence[Tensor]):
-    """Each tensor is made when it is read, so that they never exist all at once."""
+    """Tensors that are computed when they are read, so that they never exist all at once."""
 
     def __init__(self, make: Sequence[Callable[[], Tensor]]) -> None:
         self._make = make
@@ -227,14 +229,14 @@ class _Computed(Sequence[Tensor]):
 def _last_update(
     parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any], last: TakenStep
 ) -> Tensor:
-    # torch's Adam counts each parameter's steps, the fused ones a group's.
+    # torch's Adam counts the steps of each parameter, fused ones those of a group.
     step = float(state["step"] if "step" in state else group["step"])
     first, second = 1.0 - last.beta1**step, 1.0 - group["betas"][1] ** step
     update = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     for part, *moments in blocks(
         update, moment_of(state, "exp_avg"), moment_of(state, "exp_avg_sq")
     ):
-        # A block at a time: no second copy of the moments exists on the device.
+        # One block at a time, so no second copy of the moments exists on the device.
         m, v = (_in_float32(moment, part.device) for moment in moments)
         torch.sqrt(v, out=part).div_(math.sqrt(second)).add_(group["eps"])
         torch.div(m, part, out=part).mul_(-last.lr / first)
@@ -242,12 +244,12 @@ def _last_update(
 
 
 class NextUpdate:
-    """The tensors that Adam is about to add to each of its parameters, without weight decay:
-    iterate to compute it.
+    """The tensors that Adam is about to add to each of its parameters, without weight decay;
+    iteration computes them.
 
     With g the gradient and n the number of the step: m' = beta1 m + (1 - beta1) g, v' = beta2 v +
     (1 - beta2) g^2, and -lr / (1 - beta1^n) m' / (sqrt(v' / (1 - beta2^n)) + eps). Adam's state
-    stays as it is. One shard exists at a time.
+    does not change. One shard exists at a time.
     """
 
     def __init__(
@@ -262,7 +264,7 @@ class NextUpdate:
 def _states(
     optimizer: MegatronOptimizer,
 ) -> list[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]:
-    """Each of Adam's parameters, its state (empty before the first step), its group."""
+    """Return each of Adam's parameters, its state (empty before the first step), and its group."""
     held = {
         parameter: state
         for part in optimizer_parts(optimizer)
@@ -279,7 +281,7 @@ def _states(
 def _next_update(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
     beta1, beta2 = group["betas"]
     gradient = gradient_of(parameter)
-    # Before its first step Adam has no state, and a fused one no count.
+    # Before its first step Adam has no state, and a fused one has no count.
     step = 1.0 + float(state["step"] if "step" in state else group.get("step", 0))
     nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
         parameter.numel()
@@ -306,8 +308,8 @@ ALIGNED = 64
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """Elements start..end of a flattened parameter (or buffer) of this rank's chunks. own: no other
-    replica holds them; else every replica does, alike."""
+    """Elements start..end of a flattened parameter (or buffer) of this rank's chunks. own: True if
+    no other replica holds them; otherwise every replica holds the same ones."""
 
     parameter: Tensor
     start: int
@@ -316,44 +318,46 @@ class Slice:
 
 
 Sliced = Sequence[tuple[Slice, Tensor]]
-"""Slices, and contiguous tensors of as many elements, of any dtype."""
+"""Slices, and contiguous tensors with the same number of elements, of any dtype."""
 
 
 def replica_part(elements: int, replica: int, replicas: int) -> tuple[int, int]:
-    """Start and end of the part of a flattened parameter that is this replica's where a parameter
-    is divided over all of them. Parts begin at multiples of ALIGNED elements, so that what is
-    computed of a part is what a vector unit computes of the whole; the last ones may be empty."""
+    """Return start and end of this replica's part of a flattened parameter that is divided over all
+    replicas. Parts begin at multiples of ALIGNED elements, so that a vector unit computes the same
+    for a part as for the whole; the last parts may be empty."""
     # Rounded up, so early parts are full and the last ones short or empty.
     size = -(-elements // (replicas * ALIGNED)) * ALIGNED
     return min(elements, replica * size), min(elements, (replica + 1) * size)
 
 
 def optimizer_slices(optimizer: MegatronOptimizer) -> list[Slice]:
-    """The model's slice that each of the optimizer's parameters is, in their order."""
+    """Return, for each of the optimizer's parameters in order, the slice of the model that it
+    is."""
     found = {
         id(shard): Slice(parameter, start, end, own=is_distributed(part))
         for part in optimizer_parts(optimizer)
         for shard, parameter, start, end in model_slices(part)
     }
-    # In the order of the gradient shards, which all per-shard state shares.
+    # In the order of the gradient shards, which is the order of all per-shard state.
     return [found[id(shard)] for shard in optimizer_parameters(optimizer)]
 
 
 def optimizer_state(optimizer: MegatronOptimizer, shards: Sequence[Tensor]) -> Sliced:
-    """shards: one for each of the optimizer's parameters, of its size."""
+    """Return the shards with their slices. shards: one for each of the optimizer's parameters, of
+    its size."""
     return list(zip(optimizer_slices(optimizer), shards, strict=True))
 
 
 def adam_names(model: PolicyModel) -> tuple[str, ...]:
-    """Names of the parts of Adam's state that a checkpoint of this model holds; the same on every
-    rank."""
+    """Return the names of the parts of Adam's state in a checkpoint of this model; the same on
+    every rank."""
     whole = model.config.params_dtype == torch.float32
     return MOMENT_NAMES if whole else (*MOMENT_NAMES, MASTER)
 
 
 def adam_shards(optimizer: MegatronOptimizer, name: str) -> list[Tensor]:
-    """The state of one name, in place, in the order of the gradient shards, on the device or on the
-    host; as it would start if there is none yet."""
+    """Return the state of one name, in place, in the order of the gradient shards, on the device or
+    the host; its initial value if there is none yet."""
     materialise(optimizer)
     if name == MASTER:
         return [parameter.detach() for parameter in masters_of(optimizer)]
@@ -367,14 +371,14 @@ def adam_shards(optimizer: MegatronOptimizer, name: str) -> list[Tensor]:
 
 
 def adam_steps(optimizer: MegatronOptimizer) -> int:
-    """Steps that Adam's bias correction has counted."""
+    """Return the number of steps that Adam's bias correction has counted."""
     counts = [
         state.get("step", 0)
         for part in optimizer_parts(optimizer)
         for state in part.optimizer.state.values()
     ]
-    # torch's Adam counts each parameter's steps, the fused ones a group's.
-    # The maximum: parameters without an update yet count 0.
+    # torch's Adam counts the steps of each parameter, fused ones those of a group. The maximum,
+    # because parameters without an update yet count 0.
     counts += [group.get("step", 0) for group in optimizer.param_groups]
     return max((int(count) for count in counts), default=0)
 
@@ -383,7 +387,7 @@ def set_adam_steps(optimizer: MegatronOptimizer, steps: int) -> None:
     for part in optimizer_parts(optimizer):
         if _is_torch_adam(part):
             for state in part.optimizer.state.values():
-                # A tensor each: every parameter's update counts its own up.
+                # A separate tensor for each, because every parameter's update increments its own.
                 state["step"] = torch.tensor(float(steps), dtype=torch.float32)
         else:
             for group in part.param_groups:
@@ -392,12 +396,12 @@ def set_adam_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 
 
 def materialise(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter that has not been stepped yet the state it would start from."""
+    """Create the initial state of every parameter that has not been stepped yet."""
     for part in optimizer_parts(optimizer):
         fill_adam(part)
         if _is_torch_adam(part):
             for state in part.optimizer.state.values():
-                # Megatron fills moments only; torch's Adam requires its own count, too.
+                # Megatron only fills moments; torch's Adam also requires its own count.
                 state.setdefault("step", torch.zeros((), dtype=torch.float32))
 
 

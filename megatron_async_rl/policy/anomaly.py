@@ -1,33 +1,34 @@
-"""Gradients far outside the run's own history, and numbers that are not finite: how they are
-noticed, what they are traced to, and when a run ends because of them.
+"""Gradients far outside the run's own history, and numbers that are not finite: detection, search
+for the cause, and the end of a run because of them.
 
     anomaly      |g| > 20 times the median of the last 50 steps' norms, before the controls, and
-                 above the norm that gradients are clipped to: a run that has learned its data has
+                 above the norm to which gradients are clipped: a run that has learned its data has
                  a median near 0, and noise of any size is many times that. Without clipping, |g|
-                 above the largest median the run has had
+                 above the largest median so far
     not finite   the loss or |g| is infinite or not a number; the step is not taken
-    parameter    the parameter with most of |g|^2, over all ranks' shards; of a gradient that is
-                 not finite, the first one whose gradient is not
+    parameter    the parameter with the largest share of |g|^2, over all ranks' shards; for a
+                 gradient that is not finite, the first parameter whose gradient is not
     samples      the smallest part of the batch found whose gradient is at least half as long as g,
                  or is not finite; samples whose own loss is not finite need no search
 
-A gradient is the sum of its samples', so one of two halves of a batch holds at least half of it;
-the longer half is halved again while it still does. One culprit is named after as many halvings as
-it takes to get to one sample, about two passes over the batch in all; a gradient that many samples
-make together ends with a larger part. This is exact on every layout, since each part's gradient is
-made as the step's own: same micro-batches, with the other samples left out.
+A gradient is the sum of its samples' gradients, so one of two halves of a batch has at least half
+its length. The search halves the longer half again while this holds. It finds a single culprit
+after the halvings that lead to one sample, about two passes over the batch in all; if many samples
+make the gradient together, it ends with a larger part. The search is exact with every layout, since
+each part's gradient is computed like the step's own: same micro-batches, without the other samples.
 
 Invariants:
 - all ranks decide by the same all-reduced norms;
-- the gradient buffers hold afterwards what they held before, bit for bit; meanwhile they wait in
+- afterwards the gradient buffers have the same content as before, bit for bit; meanwhile it is in
   host memory;
 - each rank reads only samples of its own share of the batch.
 
-A step whose loss or gradient is not finite is not taken (step.py). One such step may come of one
-sample; several in a row come of the data or of the weights, and no later step will be better. The
-weights themselves can become infinite under a learning rate that is far too high, or under moments
-that were damaged on the disk: they are checked before engines see them, weights and moments before
-a checkpoint is written. Every rank decides by the same numbers, so all raise or none does.
+A step whose loss or gradient is not finite is not taken (step.py). One such step may be caused by
+one sample. Several in a row are caused by the data or the weights, and no later step will be
+better. The weights themselves can become infinite with a learning rate that is far too high, or
+with moments that were damaged on disk. Weights are therefore checked before engines get them, and
+weights and moments before a checkpoint is written. Every rank decides by the same numbers, so all
+ranks raise or none.
 """
 
 from __future__ import annotations
@@ -61,14 +62,15 @@ log = logging.getLogger(__name__)
 
 FACTOR = 20.0
 WINDOW = 50
-"""Steps whose norms the median is of."""
+"""Number of steps in the median."""
 ENOUGH = 5
-"""Norms that a median has to have; fewer say nothing about a run."""
+"""Smallest number of norms for a median; fewer do not characterise a run."""
 MOST = 0.5
-"""Share of the gradient's length that a part of the batch must have to be named for it."""
+"""Share of the gradient's length that a part of the batch must have to be named as its cause."""
 
 WHOLE = 16
-"""Samples that are written with their tokens; where more make the gradient together, none is."""
+"""Largest number of samples that are written with their tokens; if more make the gradient together,
+none is."""
 
 FILE = "anomalies.jsonl"
 
@@ -90,11 +92,11 @@ class NotFinite:
 
 
 class NormHistory:
-    """Norms of the last WINDOW gradients, anomalous ones too: when all are, they are the run's
-    own.
+    """Norms of the last WINDOW gradients, including anomalous ones: if all are, they are normal for
+    the run.
 
-    clip: the norm that gradients are clipped to; null where they are not. largest_median: of the
-    run so far.
+    clip: the norm to which gradients are clipped; null without clipping. largest_median: the
+    largest one so far.
     """
 
     def __init__(
@@ -116,12 +118,12 @@ class NormHistory:
         if len(self._values) < ENOUGH:
             return None
         median = statistics.median(self._values)
-        # Clipping to a longer norm leaves the gradient as it is: nothing was far outside.
+        # Clipping to a larger norm does not change the gradient, so it is not an anomaly.
         ordinary = self.clip if self.clip is not None else self.largest_median
         return Spike(norm, median) if norm > max(FACTOR * median, ordinary) else None
 
     def add(self, norm: float) -> None:
-        """A batch that teaches nothing has a gradient of 0, which is not how long gradients are."""
+        """Record a norm. Zeros are ignored: they come from batches that teach nothing."""
         # A zero norm would lower the median without being a gradient.
         if norm > 0.0:
             self._values.append(norm)
@@ -137,9 +139,9 @@ class NormHistory:
 
 
 class AnomalyReport:
-    """Traces anomalies of one policy and writes them, one JSON object a line.
+    """Search for the causes of anomalies of one policy, and their file: one JSON object a line.
 
-    file: null writes nothing, and then samples are not traced either.
+    file: null writes nothing, and then samples are not searched, either.
     """
 
     def __init__(
@@ -168,14 +170,14 @@ class AnomalyReport:
         consume: Consume,
         losses: Sequence[float] = (),
     ) -> list[str]:
-        """Ids of the samples that the step is traced to; empty where no file is written. Collective
-        over the world.
+        """Return the ids of the samples that the step is traced to; empty without a file.
+        Collective over the world.
 
         rows: of `samples`, those of each of this rank's micro-batches. build, consume: a
-        micro-batch of such rows, and its part of the step's loss. losses: of each of `samples`, its
-        part of the step's, the same on every rank.
+        micro-batch of such rows, and its part of the step's loss. losses: part of each of `samples`
+        in the step's loss, the same on every rank.
         """
-        # First: the search below overwrites the gradients.
+        # First, because the search below overwrites the gradients.
         squares = self._squares_of_parameters(gradients)
         if isinstance(found, Spike):
             facts = self._of_spike(found, squares, step)
@@ -186,9 +188,8 @@ class AnomalyReport:
         culprits = [row for row, loss in enumerate(losses) if not math.isfinite(loss)]
         if isinstance(found, Spike) or not culprits:
             culprits = list(self._culprits(found.norm, len(samples), rows, build, consume))
-        # The named ones alone: all of a batch, with their tokens, may not fit in addition to the
-        # model.
-        # Only the owner of a sample has its tokens.
+        # Only the named ones: all tokens of a batch may not fit in addition to the model. Only the
+        # owner of a sample has its tokens.
         named = sorted(set(culprits) & {row for own in rows for row in own})
         whole = len(culprits) <= WHOLE
         described = self._gathered({row: _described(samples, row, whole=whole) for row in named})
@@ -244,7 +245,7 @@ class AnomalyReport:
         }
 
     def _squares_of_parameters(self, gradients: Gradients) -> dict[str, float]:
-        """Name in the whole model -> |g|^2 of that parameter, the same on every rank."""
+        """Return name in the whole model -> |g|^2 of that parameter, the same on every rank."""
         names = {
             id(parameter): name
             for chunk in self._model.chunks
@@ -271,11 +272,11 @@ class AnomalyReport:
         build: Callable[[tuple[int, ...]], MicroBatch],
         consume: Consume,
     ) -> Sequence[int]:
-        # On the host: a second set of buffers may not fit on the device.
+        # On the host, because a second set of buffers may not fit on the device.
         saved = [buffer.to("cpu", copy=True) for buffer in self._buffers()]
         enough = MOST * norm if math.isfinite(norm) else math.inf
         found: Sequence[int] = range(count)
-        # Every rank halves alike: all norms are all-reduced.
+        # Every rank makes the same halves, because all norms are all-reduced.
         while len(found) > 1:
             middle = len(found) // 2
             norms = [
@@ -283,7 +284,7 @@ class AnomalyReport:
                 for half in (found[:middle], found[middle:])
             ]
             longest, half = max(norms, key=lambda each: each[0])
-            # Two halves that are not finite are not the fault of a few samples.
+            # If both halves are not finite, the cause is not a few samples.
             if not longest >= enough or all(math.isinf(each) for each, _ in norms):
                 break
             found = half
@@ -297,9 +298,9 @@ class AnomalyReport:
         build: Callable[[tuple[int, ...]], MicroBatch],
         consume: Consume,
     ) -> float:
-        """Norm of the gradient that a part of the batch makes; infinite where it is not finite."""
-        # The number of micro-batches stays, which ranks with experts or stages of one another must
-        # agree on; one without samples is a single masked token.
+        """Return the norm of the gradient of a part of the batch; infinite if it is not finite."""
+        # The number of micro-batches does not change, because ranks with experts or stages of one
+        # another must agree on it; a micro-batch without samples is a single masked token.
         kept = [tuple(row for row in own if row in set(part)) for own in rows]
         self._optimizer.zero_grad()
         self._schedule.forward_backward([build(own) for own in kept], consume)
@@ -311,7 +312,7 @@ class AnomalyReport:
         return gradient_buffers(self._schedule.chunks)
 
     def _restored(self, saved: Sequence[Tensor]) -> None:
-        """Restore what the gradient buffers held."""
+        """Restore the content of the gradient buffers."""
         self._optimizer.zero_grad()
         for buffer, before in zip(self._buffers(), saved, strict=True):
             buffer.copy_(before)
@@ -329,7 +330,7 @@ class AnomalyReport:
 
 
 def _described(samples: RankBatch, row: int, *, whole: bool) -> dict[str, Any]:
-    """An own sample; whole: with all that it takes to train on it again."""
+    """Describe an own sample. whole: with all data that is needed to train on it again."""
     summary = {
         "id": samples.ids[row].as_py(),
         "reward": float(samples.rewards[row]),
@@ -351,7 +352,7 @@ def _described(samples: RankBatch, row: int, *, whole: bool) -> dict[str, Any]:
 
 
 def named_ids(ids: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """Return the first few ids, and the number of the others."""
     shown = ", ".join(ids[:4])
     return shown if len(ids) <= 4 else f"{shown} and {len(ids) - 4} others together"
 
@@ -371,7 +372,7 @@ class StepCounts(Protocol):
 
 
 class NonFiniteError(RuntimeError):
-    """A run that cannot continue. Its checkpoints hold a state before the fault was noticed."""
+    """A run cannot continue. Its checkpoints contain a state from before the fault was noticed."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what)
@@ -379,8 +380,8 @@ class NonFiniteError(RuntimeError):
 
 
 def refuse_nonfinite_steps(step: StepCounts, limit: int, *, ended: bool) -> None:
-    """Raise NonFiniteError after `limit` steps in a row that were not finite; ended: also for a
-    run that has made no other step."""
+    """Raise NonFiniteError after `limit` steps in a row that were not finite; ended: also if the
+    run has made no other step."""
     in_a_row = step.nonfinite_in_a_row
     without_update = ended and step.updates == 0 and step.nonfinite > 0
     if in_a_row < limit and not without_update:
@@ -401,19 +402,19 @@ def refuse_nonfinite_steps(step: StepCounts, limit: int, *, ended: bool) -> None
 
 
 def require_finite(held: Mapping[str, Sequence[Tensor]], step: int, layout: Layout) -> None:
-    """Raise NonFiniteError on every rank where a tensor on any rank is not finite. Collective over
-    the world.
+    """Raise NonFiniteError on every rank if a tensor on any rank is not finite. Collective over the
+    world.
 
-    held: tensors of this rank by kind; a rank may have none; the same names on every rank. step:
+    held: tensors of this rank by kind; a rank may have none; the same kinds on every rank. step:
     the newest optimizer step."""
-    # One all-reduce for all kinds: every rank lists the same kinds, and counts 0 where it has no
+    # One all-reduce for all kinds: every rank lists the same kinds, and counts 0 if it has no
     # tensor.
     counts = torch.zeros(len(held), dtype=torch.float32, device=layout.device)
     for place, tensors in enumerate(held.values()):
         for tensor in tensors:
             if tensor.numel():
-                # The maximum passes on what is not a number, as it does infinity; nothing is
-                # copied.
+                # The maximum preserves values that are not a number, like infinity, without a
+                # copy.
                 largest = torch.linalg.vector_norm(tensor.detach(), ord=math.inf)
                 counts[place] += (~torch.isfinite(largest)).to(counts)
     dist.all_reduce(counts, group=layout.world_group)

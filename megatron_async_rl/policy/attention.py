@@ -1,27 +1,26 @@
 """Attention for Megatron's local layer spec, on torch kernels.
 
 `CoreAttention` replaces Megatron's unfused softmax, which holds [rows, heads, length, length]
-scores, by torch's scaled dot product attention. Invariants: causal, no dropout, no mask (right
-padding is invisible to real tokens under the causal mask); a token of a packed row sees its own
-sample alone, and in a layer with a sliding window the last tokens of it; grouped-query heads share
-keys and values in order, as Megatron lays them out; under context parallelism every rank gathers
-the keys and values of all.
-`TransformerEngineAttention` leaves packed rows and context parallelism to Transformer Engine's
-kernel, where there is one.
+scores, by torch's scaled dot product attention. Invariants: causal, no dropout, no mask (under the
+causal mask no real token attends to right padding); a token of a packed row attends only to its own
+sample, and in a layer with a sliding window only to the last tokens of it; grouped-query heads
+share keys and values in Megatron's order; under context parallelism every rank gathers the keys and
+values of all. `TransformerEngineAttention` uses Transformer Engine's kernel for packed rows and for
+context parallelism, if there is one.
 
-Context parallelism cuts sequences over the ranks of a context-parallel group. A sequence is
-2 * size chunks of one length; rank r holds chunk r and, behind it, chunk (2 * size - 1 - r): the
-cut of Megatron and of Transformer Engine, under which all ranks have the same work with a causal
-mask. Attention alone reads other tokens; everything else in a layer is local.
+Context parallelism cuts sequences over the ranks of a context-parallel group. A sequence is 2 *
+size chunks of equal length; rank r holds chunk r, followed by chunk (2 * size - 1 - r). Megatron
+and Transformer Engine cut in the same way, which gives all ranks the same work with a causal mask.
+Only attention reads other tokens; everything else in a layer is local.
 
 Invariants of context parallelism:
 - a sequence's length is a multiple of `ContextParallelSlice.multiple`, which the sequence layout
   ensures;
-- queries stay where they are; keys and values are gathered, and each rank's part of their gradient
+- queries stay on their rank; keys and values are gathered, and each rank's part of their gradient
   is sent back to the rank that holds the token, and summed there;
 - outputs at response tokens are whole on every rank, which computes the whole loss; the gradient of
   a token's output stays with the rank that holds the token. So ranks hold parts of the gradient,
-  which add up as those of data-parallel ranks do.
+  which add up like those of data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -56,34 +55,34 @@ class ContextParallelSlice:
 
     @property
     def multiple(self) -> int:
-        """Chunks of a sequence, which its length is a multiple of."""
+        """Number of chunks of a sequence; its length is a multiple of it."""
         return 1 if self.size == 1 else 2 * self.size
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """The numbers of this rank's two chunks."""
+        """Numbers of this rank's two chunks."""
         return self.rank, 2 * self.size - 1 - self.rank
 
     def own(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Places in the flattened rows of the tokens that this rank holds, in its order, from where
-        each sequence begins and its length."""
+        """Return the positions in the flattened rows of the tokens that this rank holds, in its
+        order. starts, lengths: of each sequence."""
         if self.size == 1:
             return spans(starts, lengths)
-        # One early and one late chunk: under a causal mask all ranks have the same work.
+        # One early and one late chunk, so that all ranks have the same work under a causal mask.
         chunk = lengths // (2 * self.size)
         firsts = np.stack([starts + number * chunk for number in self.chunks], axis=1)
         return spans(firsts.ravel(), np.repeat(chunk, 2))
 
 
 WHOLE = ContextParallelSlice()
-"""A rank that does not share its sequences."""
+"""Slice of a rank that does not share its sequences."""
 
 
 def gather_sequences(part: Tensor, group: Any) -> Tensor:
     """[rows, length / ranks, ...] of this rank -> [rows, length, ...] of all ranks of `group`, in
     the sequences' order. The gradient of a token is summed over the ranks."""
     parts = tensor_parallel.gather_from_sequence_parallel_region(part, group=group)
-    # Ranks in order hold the early chunks ascending and the late ones descending.
+    # Ranks in order hold the early chunks ascending and the late chunks descending.
     early, late = parts.unflatten(0, (group.size(), -1)).chunk(2, dim=2)
     return torch.cat((early, late.flip(0))).transpose(0, 1).flatten(1, 2)
 
@@ -91,8 +90,8 @@ def gather_sequences(part: Tensor, group: Any) -> Tensor:
 def gather_outputs(own: Tensor, places: Tensor, tokens: int, group: Any) -> Tensor:
     """[K, n] at this rank's tokens -> [K, N] at all N of them, equal on all ranks of `group`.
 
-    places: [n] int64, which of the N tokens this rank's are. Each lies on one rank; the gradient of
-    the others' is theirs.
+    places: [n] int64, indices of this rank's tokens among the N. Each token is on one rank, which
+    gets its gradient.
     """
     whole = own.new_zeros(len(own), tokens).index_copy(1, places, own)
     # A sum over disjoint places. Its backward pass is the identity, so each rank keeps its own
@@ -102,9 +101,9 @@ def gather_outputs(own: Tensor, places: Tensor, tokens: int, group: Any) -> Tens
 
 
 WINDOWED_QUERIES = 512
-"""Queries that attend at one time where there is a sliding window."""
+"""Number of queries that attend at a time if there is a sliding window."""
 ALIGNED = 16
-"""Tokens that the edge of a mask is rounded to."""
+"""Multiple to which the edge of a mask is rounded, in tokens."""
 
 
 @dataclass
@@ -112,8 +111,8 @@ class PackedSequences(PackedSeqParams):
     """Boundaries of the samples of a packed row: on the device for Megatron and Transformer Engine,
     and as `runs` on the host for attention by torch's kernels.
 
-    runs: (samples, tokens of each on this rank) of each run of neighbours of equal length, in
-    order. Everything else counts whole samples.
+    runs: (samples, tokens of each on this rank) of each run of adjacent samples of equal length, in
+    order. All other fields count whole samples.
     """
 
     runs: tuple[tuple[int, int], ...] = ()
@@ -122,14 +121,14 @@ class PackedSequences(PackedSeqParams):
     def of(
         cls, lengths: NDArray[np.int64], device: torch.device, context_size: int = 1
     ) -> PackedSequences:
-        """lengths: [S], S > 0, of the row's samples in order; they add up to the row's.
-        context_size: ranks that share each of them."""
+        """Return the boundaries of a row. lengths: [S], S > 0, of the row's samples in order; their
+        sum is the row's length. context_size: number of ranks that share each of them."""
         ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         offsets, longest = torch.from_numpy(ends).to(device), int(lengths.max())
         first = np.flatnonzero(np.diff(lengths, prepend=-1))
         counts = np.diff(first, append=len(lengths))
         return cls(
-            # A row is one of Megatron's own form, [length, 1, ...], up to the attention's kernel.
+            # Until the attention kernel, a row has Megatron's own form, [length, 1, ...].
             qkv_format="sbhd",
             cu_seqlens_q=offsets,
             cu_seqlens_kv=offsets,
@@ -187,8 +186,8 @@ class CoreAttention(MegatronModule):
             )
             return context.transpose(0, 1).reshape(length, rows, -1)
 
-        # Samples of one length lie next to each other: each run of them is a batch of rows, and no
-        # tensor is copied or padded on the way in.
+        # Samples of equal length are adjacent: each run of them is a batch of rows, and the inputs
+        # are neither copied nor padded.
         runs = packed_seq_params.runs
         parts = [
             each.squeeze(1).split([samples * tokens for samples, tokens in runs])
@@ -208,13 +207,14 @@ class CoreAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """No parameters."""
+        """Return nothing, because attention has no parameters."""
         return {}
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
-    """Tokens that each token of a layer sees, itself among them; null for all before it.
-    layer_number: from 1, over the whole model, as `config.window_attn_skip_freq` counts."""
+    """Return the number of tokens to which a token of a layer attends, including itself; null: all
+    before it. layer_number: from 1, over the whole model, as `config.window_attn_skip_freq`
+    counts."""
     if not is_layer_window_attention(
         config.window_size, config.window_attn_skip_freq, layer_number
     ):
@@ -231,8 +231,8 @@ def attention_of_part(
     window: int | None,
     group: Any,
 ) -> Tensor:
-    """`causal_attention` where `group` shares the sequences: all three are this rank's part of
-    them, and so is the result. group: null if they are not shared. Collective."""
+    """Return `causal_attention` of sequences that `group` shares: all inputs are this rank's part,
+    and so is the result. group: null if the sequences are not shared. Collective."""
     if group is None:
         return causal_attention(query, key, value, scale=scale, window=window)
     context = ContextParallelSlice(group.rank(), group.size())
@@ -240,7 +240,7 @@ def attention_of_part(
     # Keys and values in one message.
     keys, values = gather_sequences(torch.cat((key, value), dim=-1), group).split(widths, dim=-1)
     chunk = query.shape[1] // 2
-    # A chunk sees the tokens up to its own end.
+    # A chunk attends to the tokens up to its own end.
     ends = ((number + 1) * chunk for number in context.chunks)
     return torch.cat(
         [
@@ -254,19 +254,19 @@ def attention_of_part(
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None = None
 ) -> Tensor:
-    """query [rows, length, heads, head], the last tokens of those of key and value [rows, at least
-    length, groups, head] -> query's shape. scale: of the scores; null for 1 / sqrt(head). window:
-    as `window_of`."""
+    """Return causal attention in query's shape. query [rows, length, heads, head] has the last
+    tokens of key and value [rows, at least length, groups, head]. scale: of the scores; null: 1 /
+    sqrt(head). window: result of `window_of`."""
     total, before = key.shape[1], key.shape[1] - query.shape[1]
     windowed = window is not None and window < total
     if (before or windowed) and query.shape[2] != key.shape[2] and query.device.type != "cpu":
-        # The only kernel of a GPU that takes grouped heads takes no mask.
+        # The only GPU kernel for grouped heads does not accept a mask.
         repeats = query.shape[2] // key.shape[2]
         key, value = (each.repeat_interleave(repeats, 2) for each in (key, value))
     if window is not None and windowed:
         return _windowed_attention(query, key, value, scale, window)
     if before:
-        # torch's own causal mask takes the queries for the first tokens.
+        # torch's own causal mask assumes that the queries are the first tokens.
         mask = _mask_of_last(query.shape[1], total, query.dtype, query.device)
         return _attend(query.flip(1), key, value, scale, mask).flip(1)
     return _attend(query, key, value, scale, None)
@@ -275,7 +275,8 @@ def causal_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None
 ) -> Tensor:
-    """mask: [queries, tokens], added to the scores; null for torch's causal one."""
+    """Return attention with `mask`: [queries, tokens], added to the scores; null: torch's causal
+    one."""
     return F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -296,7 +297,7 @@ def _windowed_attention(
     contexts = []
     for start in range(before, length, WINDOWED_QUERIES):
         stop = min(start + WINDOWED_QUERIES, length)
-        # The band's first column is the token `behind` its first query, if there is one.
+        # The band's first column is `behind` tokens before its first query, if there is such a one.
         left = max(0, behind - start)
         first = start - behind + left
         contexts.append(
@@ -313,9 +314,9 @@ def _windowed_attention(
 
 @lru_cache(maxsize=2)
 def _band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[queries, tokens] of neighbouring queries and the tokens up to the last query's: 0 where a
-    query sees a token, minus infinity elsewhere. One for all layers: what is kept for the backward
-    pass is a view of it, aligned as kernels of a GPU need it."""
+    """Return [queries, tokens] of adjacent queries and the tokens up to the last query's: 0 where a
+    query attends to a token, minus infinity elsewhere. One for all layers: the backward pass keeps
+    a view of it, aligned as GPU kernels require."""
     behind = -(-(window - 1) // ALIGNED) * ALIGNED
     seen = torch.ones(WINDOWED_QUERIES, WINDOWED_QUERIES + behind, dtype=torch.bool, device=device)
     seen = seen.triu(behind - window + 1).tril(behind)
@@ -324,12 +325,13 @@ def _band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _mask_of_last(length: int, total: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[length, total], added to the scores of a sequence's last tokens, the very last one first.
+    """Return [length, total], added to the scores of a sequence's last tokens, the very last one
+    first.
 
-    Each of them sees one token less than the one before, so that a row is the row above from its
-    second number on: on the CPU all rows lie in one line of length + total - 1 numbers, which is
-    all that the backward pass keeps. Kernels on a GPU need rows of their own. One for all layers of
-    a micro-batch, whose parts have two lengths.
+    Each of them attends to one token less than the previous one, so a row is the row above from its
+    second number on. On the CPU all rows are therefore views of one line of length + total - 1
+    numbers, which is all that the backward pass keeps. GPU kernels need separate rows. One for all
+    layers of a micro-batch, whose parts have two lengths.
     """
     line = torch.zeros(length + total - 1, dtype=dtype, device=device)
     line[total:] = -torch.inf
@@ -339,9 +341,9 @@ def _mask_of_last(length: int, total: int, dtype: torch.dtype, device: torch.dev
 
 class TransformerEngineAttention(CoreAttention):
     """Transformer Engine's attention over packed rows, in its format [tokens, heads, head] ("thd"):
-    one kernel for samples of any length; and under context parallelism, where it passes keys and
-    values on from rank to rank while it computes. It reads the layer's window from the
-    configuration, as `window_of` does."""
+    one kernel for samples of any length, also under context parallelism, where it passes keys and
+    values from rank to rank while it computes. It reads the layer's window from the configuration,
+    like `window_of`."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -365,7 +367,7 @@ class TransformerEngineAttention(CoreAttention):
         context: Tensor = self.kernel(
             *(each.squeeze(1) if packed else each for each in (query, key, value)),
             attention_mask,
-            # Whatever was configured: Transformer Engine accepts no other here.
+            # Independent of the configuration: Transformer Engine accepts no other value here.
             AttnMaskType.causal,
             attention_bias,
             self._offsets(packed_seq_params) if packed_seq_params is not None else None,
@@ -379,13 +381,13 @@ class TransformerEngineAttention(CoreAttention):
             cu_seqlens_kv=packing.cu_seqlens_kv,
             max_seqlen_q=packing.max_seqlen_q,
             max_seqlen_kv=packing.max_seqlen_kv,
-            # If this is not set, Transformer Engine compares both kinds of offsets on the host,
-            # twice in each layer.
+            # Otherwise Transformer Engine compares both kinds of offsets on the host, twice in each
+            # layer.
             pad_between_seqs=False,
         )
         if self.context_group is not None:
-            # Transformer Engine requires both kinds here. They are equal: the filler of a sample
-            # belongs to the sample.
+            # Transformer Engine requires both kinds here. They are equal, because the filler of a
+            # sample belongs to the sample.
             offsets.cu_seqlens_q_padded = packing.cu_seqlens_q
             offsets.cu_seqlens_kv_padded = packing.cu_seqlens_kv
         return offsets
@@ -399,17 +401,17 @@ def core_attention(
     context_parallel: bool = False,
     windowed: bool = False,
 ) -> type[CoreAttention]:
-    """The attention for these rows. Transformer Engine's kernels for them are bfloat16's, and pass
-    no keys on for a sliding window."""
+    """Return the attention for these rows. Transformer Engine's kernels for them need bfloat16, and
+    pass no keys on for a sliding window."""
     supported = HAVE_TE and device_type == "cuda" and dtype == torch.bfloat16
     wanted = not windowed if context_parallel else packed
     return TransformerEngineAttention if supported and wanted else CoreAttention
 
 
 class LocalOrGlobalAttention(SelfAttention):
-    """Attention that rotates queries and keys as its layer does: `rotary_pos_emb` has the angles of
-    layers without a window and of those with one, [length, 1, 1, 2 * head], as
-    Gemma 3's `set_rotation` mixes them."""
+    """Attention that rotates queries and keys according to its layer: `rotary_pos_emb` contains the
+    angles of layers without and with a window, [length, 1, 1, 2 * head], as Gemma 3's
+    `set_rotation` combines them."""
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
         parts = rotary_pos_emb.chunk(4, -1)

@@ -1,11 +1,12 @@
-"""Work that a thread of this process does concurrently with the steps: writing a checkpoint.
+"""Work that a thread of this process does concurrently with the steps, such as writing a
+checkpoint.
 
 Invariants:
-- at most one piece of work is under way;
+- at most one piece of work is in progress;
 - a failure is raised once, by the next `start`, `finish` or `check`, in the thread that calls it;
-- work under way at the end is waited for, whether the run ended well or not: ranks write together,
-  so what one leaves undone the others lose;
-- it keeps no process alive: a rank that is ended at once leaves the work as a kill does.
+- at the end, work in progress is awaited, whether or not the run ended well: ranks write together,
+  so if one does not finish, the work of the others is lost;
+- the work keeps no process alive: if a rank is ended at once, the work ends as in a kill.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ log = logging.getLogger(__name__)
 
 
 class Background:
-    """Used as a context: at its end the work is done, or its error is raised."""
+    """Context manager: at its end the work is done, or its error is raised."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._work: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Wait for the work before. Raises what that raised."""
+        """Start `work` after the previous work has ended. Raises the error of the previous work."""
         self.finish()
         self._work = future = Future[None]()
 
@@ -40,7 +41,7 @@ class Background:
             else:
                 future.set_result(None)
 
-        # A daemon: a process that ends after a failure does not wait for the disk.
+        # A daemon, so that a process that ends after a failure does not wait for the disk.
         threading.Thread(target=run, name=self._name, daemon=True).start()
 
     @property
@@ -48,19 +49,19 @@ class Background:
         return self._work is not None and not self._work.done()
 
     def finish(self) -> None:
-        """Wait for the work under way. Raises what it raised."""
+        """Wait for the work in progress. Raises its error."""
         # Taken first, so that an error is raised once.
         work, self._work = self._work, None
         if work is not None:
             work.result()
 
     def check(self) -> None:
-        """Raise what work that has ended raised; does not wait."""
+        """Raise the error of work that has ended; do not wait."""
         if not self.busy:
             self.finish()
 
     def settle(self, timeout_s: float) -> None:
-        """Wait for the work in progress, for at most this long; raises nothing."""
+        """Wait for the work in progress, at most `timeout_s`; raise nothing."""
         if self._work is not None:
             wait([self._work], timeout_s)
 
@@ -78,5 +79,5 @@ class Background:
         except Exception:
             if error is None:
                 raise
-            # The run has a failure of its own to end with.
+            # The run ends with its own error instead.
             log.exception("%s failed", self._name)

@@ -1,31 +1,31 @@
-"""A train batch on its way to the model: from rank 0 to the ranks that train it, into minibatches,
+"""The path of a train batch to the model: from rank 0 to the ranks that train it, into minibatches,
 and into micro-batches.
 
-Rank 0 alone is handed the batch. It decides which data-parallel rank owns which sample, sends
-everybody the numbers of the whole batch, and each rank the token ids of its own samples, as Arrow
-buffers over the CPU group: the same way for rollouts and for given responses, and on nodes that no
-Ray runs on. Ranks go through the batch `objective.epochs` times, each time as the same
-`objective.minibatches` parts in the same order: one optimizer step each, one line of metrics of
-all. So a data-parallel rank keeps its samples throughout, each minibatch is balanced over the
-ranks, and two consecutive optimizer steps share a sample only where a single minibatch has anything
-to train on. A minibatch is cut into micro-batches, whose rows the sequence layout fills
-(packing.py).
+Only rank 0 gets the batch. It assigns each sample to a data-parallel rank, sends the numbers of the
+whole batch to every rank, and to each rank the token ids of its own samples, as Arrow buffers over
+the CPU group. This is the same for rollouts and for given responses, and works on nodes without
+Ray. Ranks iterate over the batch `objective.epochs` times, each time in the same
+`objective.minibatches` parts in the same order: each part is one optimizer step, and all together
+give one line of metrics. So a data-parallel rank keeps its samples throughout, each minibatch is
+balanced over the ranks, and two consecutive optimizer steps share a sample only if just one
+minibatch has trainable tokens. A minibatch is cut into micro-batches, whose rows the sequence
+layout fills (packing.py).
 
 Invariants of minibatches:
 - a group stays whole: its responses are in one minibatch;
 - the division is a pure function of the groups, the version and the number of minibatches, the same
-  on every rank and layout and after a resume; nothing else in the policy is drawn at random;
-- minibatches differ by at most one group; where a batch has fewer groups than there are
-  minibatches (rewards have failed), some are empty.
+  on every rank and layout and after a resume; nothing else in the policy is random;
+- minibatches differ by at most one group; if a batch has fewer groups than there are minibatches
+  (because rewards have failed), some are empty.
 
 Invariants of micro-batches:
-- the plan is a pure function of lengths and owners, computed alike on every rank;
-- every sample lies in exactly one micro-batch of exactly one data-parallel rank, whole; the
-  context-parallel ranks of that rank hold a part of each row, and all of what is known of it;
-- the last token of a segment is a target only: it predicts nothing and is not fed to the model. A
+- the plan is a pure function of lengths and owners, and every rank computes the same plan;
+- every sample is, whole, in exactly one micro-batch of exactly one data-parallel rank; the
+  context-parallel ranks of that rank hold a part of each row, and all other data of the sample;
+- the last token of a segment is only a target: it predicts nothing and is not fed to the model. A
   sample has one segment or several, each a sequence of its own;
-- every data-parallel rank runs the same number of micro-batches (an all-masked one fills up), since
-  the collectives of the schedule and of the gradient reduction are counted by micro-batch; the
+- every data-parallel rank runs the same number of micro-batches (all-masked ones are added), since
+  the schedule and the gradient reduction make a fixed number of collectives per micro-batch; the
   interleaved pipeline schedule needs a multiple of the pipeline's size.
 """
 
@@ -75,24 +75,24 @@ SamplesOfRanks = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """B rows of length L holding N response tokens of the samples `samples` (indices into the
+    """B rows of length L with the N response tokens of the samples `samples` (indices into the
     planned batch).
 
     tokens, position_ids: [B, L] int64. rows: [N] int64, flat index b * L + t into [B, L] of the
     position that predicts the response token, one before it. targets: [N] int64. sequence: [N]
-    int64, the place in `samples` of the token's. versions: [N] int64. owned_tokens: [N] int64,
-    places of these tokens among those of the samples that their owner has in the planned batch.
-    batch_samples: [S] int64, `samples`. packing: where segments begin and end in a row that has
-    several; null where a row is one. Nothing predicts the first token of a further segment: its
-    place in `rows` is that of the second, and is not trained on. An all-masked micro-batch has
-    samples == () and one token of padding, whose places are -1.
+    int64, index into `samples` of the token's sample. versions: [N] int64. owned_tokens: [N] int64,
+    indices of these tokens among those of the samples that their owner has in the planned batch.
+    batch_samples: [S] int64, `samples`. packing: boundaries of the segments in a row that has
+    several; null if a row is one. No position predicts the first token of a further segment: its
+    entry in `rows` is that of the second token, and it is not trained on. An all-masked micro-batch
+    has samples == () and one token of padding, whose indices are -1.
 
-    Under context parallelism L is the length of this rank's part, `rows` is [n] and of its own
-    positions, and `places`, [n] int64, holds the index among the N tokens that each predicts; else
-    null.
+    Under context parallelism L is the length of this rank's part, `rows` is [n] and contains its
+    own positions, and `places`, [n] int64, contains the index among the N tokens that each
+    predicts; otherwise null.
 
     padding: [B, L] bool, true for padding. routed_experts: [B, L, bytes] uint8 on the host
-    (page-locked for CUDA), the experts that the engine chose (samples/types.py), of tokens where
+    (page-locked for CUDA), the experts that the engine chose (samples/types.py), for tokens where
     `routed`, [B, L] bool, is true; both null if none were recorded.
     """
 
@@ -116,9 +116,9 @@ class MicroBatch:
 class Minibatch:
     """The samples of one optimizer step, and this rank's micro-batches of them.
 
-    rows: [S] int64, the samples by their number in the batch. samples: those alone, in that order.
-    micro_batches: their `samples` number `samples` above; every rank has as many. padding_share:
-    padding tokens over all tokens that all ranks compute.
+    rows: [S] int64, the samples by their number in the batch. samples: only those, in that order.
+    micro_batches: their `samples` are indices into `samples` above; every rank has equally many.
+    padding_share: share of padding in all tokens that all ranks compute.
     """
 
     rows: NDArray[np.int64]
@@ -130,12 +130,12 @@ class Minibatch:
 def assign_owners(
     lengths: NDArray[np.int64], data_parallel: int, group: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """[S]: the data-parallel rank that trains each sample: longest first onto the rank with fewest
-    tokens. group: the samples' groups, where they have to stay whole."""
+    """Return the data-parallel rank that trains each sample, [S]: longest first to the rank with
+    fewest tokens. group: the samples' groups, if groups must stay whole."""
     if data_parallel == 1 or not len(lengths):
         return np.zeros(len(lengths), dtype=np.int64)
     member = np.arange(len(lengths)) if group is None else np.unique(group, return_inverse=True)[1]
-    # Groups are the units of balance where they stay whole, single samples otherwise.
+    # Groups are the units of balance if they must stay whole, otherwise single samples.
     tokens = np.bincount(member, lengths).astype(np.int64)
     return balanced(tokens, data_parallel)[member]
 
@@ -148,13 +148,13 @@ def plan_micro_batches(
     sequences: SequenceLayout = DEFAULT,
     in_groups_of: int = 1,
 ) -> tuple[SamplesOfRanks, float]:
-    """Cut the samples of each owner into micro-batches; returns the cuts and `padding_share`.
+    """Divide the samples of each owner into micro-batches; return the division and `padding_share`.
 
-    in_groups_of: the number of micro-batches of a rank is a multiple of it (the pipeline's size
-    with virtual stages). Raises SampleTooLong.
+    in_groups_of: divisor of the number of micro-batches of a rank (the pipeline's size with virtual
+    stages). Raises SampleTooLong.
     """
     fed, counts = _fed(batch, np.arange(len(batch)))
-    # One more than is fed: the budget counts the last token, which is a target only.
+    # One more than is fed, because the budget counts the last token, which is only a target.
     needed = np.maximum(batch.fed + 1, sequences.room(fed, counts))
     if (needed > budget).any():
         first = int(np.argmax(needed > budget))
@@ -192,8 +192,8 @@ def build_micro_batches(
     device: torch.device,
     sequences: SequenceLayout = DEFAULT,
 ) -> list[MicroBatch]:
-    """Tensors of entries of a plan made with the same `batch` and `sequences`, uploaded together;
-    the tokens of the samples are this rank's own."""
+    """Return the tensors of entries of a plan made with the same `batch` and `sequences`, uploaded
+    together; the samples must be this rank's own."""
     arrays = [_arrays(batch, rows, sequences) for rows in cuts]
     packings = [sequences.packing(_fed(batch, np.array(rows, dtype=np.int64))[0]) for rows in cuts]
     host = {
@@ -206,11 +206,11 @@ def build_micro_batches(
         for number, packing in enumerate(packings)
         if packing is not None
     }
-    # One upload per dtype for all micro-batches: an upload each would make the host wait.
+    # One upload per dtype for all micro-batches, because the host waits for each upload.
     placed = on_device(host | offsets, device)
     for number, packing in enumerate(packings):
         if packing is not None:
-            # Host copies are replaced: attention kernels read the offsets on the device.
+            # Replace the host copies: attention kernels read the offsets on the device.
             packing.cu_seqlens_q = packing.cu_seqlens_kv = placed[number, "offsets"]
     return [
         MicroBatch(
@@ -226,7 +226,7 @@ def build_micro_batches(
 def _arrays(
     batch: RankBatch, rows: tuple[int, ...], sequences: SequenceLayout
 ) -> dict[str, NDArray[Any]]:
-    """The tensors of a micro-batch on the device, int64 and bool, by their names there."""
+    """Return the device tensors of a micro-batch by name, int64 and bool."""
     chosen = np.array(rows, dtype=np.int64)
     starts, prompts, lengths = (
         each[chosen] for each in (batch.token_starts, batch.prompt_lengths, batch.lengths)
@@ -242,9 +242,9 @@ def _arrays(
     (count, length), line = sequences.shape(fed), sequences.starts(fed)
     tokens = np.zeros(count * length, dtype=np.int64)
     tokens[spans(line, fed)] = batch.token_ids[spans(_starts(starts, fed, counts), fed)]
-    # Of every token of the samples, the position before it in its segment.
-    # The first token of a further segment has no predictor: its place is that of the second, and
-    # the loss mask excludes it.
+    # For every token of the samples, the position before it in its segment. The first token of a
+    # further segment has no predictor: its entry is that of the second, and the loss mask excludes
+    # it.
     before = np.maximum(spans(line - 1, fed + 1), np.repeat(line, fed + 1))
     totals = prompts + lengths
     per_token: dict[str, NDArray[Any]] = {
@@ -259,11 +259,11 @@ def _arrays(
     # as on the other ranks.
     if not rows:
         per_token = dict.fromkeys(per_token, np.zeros(1, dtype=np.int64))
-        # -1 reads the 0 that `StepTargets` appends to its numbers.
+        # -1 selects the 0 that `StepTargets` appends to its numbers.
         per_token |= dict.fromkeys(("owned_tokens", "batch_samples"), np.array([-1]))
     own = sequences.own(fed)
     if sequences.context.size > 1:
-        # -1: on another context-parallel rank. A target stays on the rank that holds its
+        # -1: on another context-parallel rank. A target belongs to the rank that holds its
         # predictor.
         here = np.full(len(tokens), -1)
         here[own] = np.arange(len(own))
@@ -285,7 +285,8 @@ def _arrays(
 def _fed(
     batch: RankBatch, samples: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[G] tokens that each segment of the samples feeds to the model, and [S] segments of each."""
+    """Return [G] tokens that each segment of the samples feeds to the model, and [S] segments of
+    each."""
     tokens, counts = batch.segments(samples)
     return tokens - 1, counts
 
@@ -293,14 +294,14 @@ def _fed(
 def _starts(
     starts: NDArray[np.int64], fed: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """[G]: where each segment begins among the tokens that the samples begin at `starts` of."""
+    """Return [G] offsets of the segments among the tokens of samples that begin at `starts`."""
     tokens = fed + 1
     before = np.cumsum(tokens) - tokens
     return before + np.repeat(starts - before[np.cumsum(counts) - counts], counts)
 
 
 def _marked(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
-    """[size]: true in these spans."""
+    """Return [size], true in these spans."""
     marked = np.zeros(size, dtype=bool)
     marked[spans(starts, lengths)] = True
     return marked
@@ -309,7 +310,7 @@ def _marked(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int) ->
 def _routed_experts(
     batch: RankBatch, rows: tuple[int, ...], sequences: SequenceLayout, device: torch.device
 ) -> Tensor | None:
-    """`MicroBatch.routed_experts`."""
+    """Return `MicroBatch.routed_experts`."""
     if batch.routed_experts is None:
         return None
     chosen = np.array(rows, dtype=np.int64)
@@ -325,16 +326,16 @@ def _routed_experts(
 
 @dataclass(frozen=True)
 class Batcher:
-    """Micro-batches of one rank. budget: largest number of tokens per micro-batch."""
+    """Source of one rank's micro-batches. budget: largest number of tokens per micro-batch."""
 
     layout: Layout
     budget: int
     sequences: SequenceLayout
 
     def of(self, batch: RankBatch, rows: NDArray[np.int64] | None = None) -> Minibatch:
-        """The minibatch of these samples, ascending; null for all. Raises SampleTooLong."""
+        """Return the minibatch of these samples, ascending; null: all. Raises SampleTooLong."""
         rows = np.arange(len(batch)) if rows is None else rows
-        # The rows of a minibatch are ascending, so all of them are the batch itself.
+        # The rows of a minibatch are ascending, so if it has all of them it is the batch itself.
         samples = batch if len(rows) == len(batch) else batch.select(rows)
         cuts, padding_share = plan_micro_batches(
             samples,
@@ -353,11 +354,11 @@ class Batcher:
 
 
 def divide(group: NDArray[np.int64], version: int, minibatches: int) -> list[NDArray[np.int64]]:
-    """group: [S], of the samples that are trained on. The samples of each minibatch, by number,
-    rising."""
+    """Return the samples of each minibatch, by number, ascending. group: [S], of the samples that
+    are trained on."""
     if minibatches == 1:
         return [np.arange(len(group))]
-    # Seeded by the version alone: every rank, every layout and a resumed run draw the same
+    # Seeded by the version alone, so that every rank, every layout and a resumed run draw the same
     # division.
     drawn = np.random.default_rng(version).permutation(np.unique(group))
     return [np.flatnonzero(np.isin(group, part)) for part in np.array_split(drawn, minibatches)]
@@ -366,19 +367,20 @@ def divide(group: NDArray[np.int64], version: int, minibatches: int) -> list[NDA
 def split(
     batch: TrainBatch, data_parallel: int, *, minibatches: int = 1, whole_groups: bool = False
 ) -> tuple[pa.RecordBatch, tuple[pa.RecordBatch, ...]]:
-    """Take a batch apart: the schema NUMBERS, and for each data-parallel rank the schema TOKENS.
+    """Split a batch into a record batch with columns NUMBERS and, for each data-parallel rank, one
+    with columns TOKENS.
 
-    Each minibatch is divided by itself, so each is balanced over the ranks. whole_groups: all of a
+    Each minibatch is divided separately, so each is balanced over the ranks. whole_groups: all of a
     group belongs to one rank. A sample whose reward failed has no owner."""
     samples = batch.samples
     owner = np.full(samples.num_rows, NOBODY, dtype=np.int64)
-    # A failed reward has no place in a minibatch: its owner stays NOBODY.
+    # A sample whose reward failed is in no minibatch: its owner stays NOBODY.
     trained = np.flatnonzero(samples.column("valid").to_numpy(zero_copy_only=False))
     prompts, responses = (flat(samples.column(name))[1] for name in ("prompt_ids", "response_ids"))
     lengths = (prompts + responses)[trained]
     group = samples.column("group").to_numpy()[trained]
     for rows in divide(group, batch.version, minibatches):
-        # Per minibatch: balance over a whole batch would leave single steps unbalanced.
+        # Per minibatch: balance over the whole batch would leave single steps unbalanced.
         owner[trained[rows]] = assign_owners(
             lengths[rows], data_parallel, group[rows] if whole_groups else None
         )
@@ -395,10 +397,10 @@ def receive(
     minibatches: int = 1,
     whole_groups: bool = False,
 ) -> RankBatch | None:
-    """Collective. `take` runs on rank 0 alone, as long as it takes; every rank returns its view of
-    the batch, or None if there is none.
+    """Receive a batch from rank 0, where alone `take` runs, as long as it takes. Every rank returns
+    its view of the batch, or None if there is none. Collective.
 
-    Raises on rank 0 what `take` raised, and RankZeroFailed on the others.
+    Raises `take`'s error on rank 0, and RankZeroFailed on the others.
     """
     parts: list[pa.RecordBatch] = []
     """On rank 0: the numbers, and the tokens of each data-parallel rank."""
@@ -412,7 +414,7 @@ def receive(
             batch, layout.dp_size, minibatches=minibatches, whole_groups=whole_groups
         )
         parts.extend((numbers, *tokens))
-        # Serialised here, inside rank 0's part: the sizes go out with the header.
+        # Serialised here, inside rank 0's part, because the header contains the sizes.
         if layout.world_size > 1:
             buffers.extend(_tensor(part) for part in parts)
         return batch.version, [len(buffer) for buffer in buffers]
@@ -446,8 +448,8 @@ def receive(
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a batch from those of its optimizer steps, each by its rule in the catalogue;
-    a key that some steps lack is over the others."""
+    """Return the metrics of a batch from those of its optimizer steps, each by its rule in the
+    catalogue; a key that some steps lack is computed from the others."""
     found: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():
@@ -470,10 +472,10 @@ def _over(rule: str, values: Sequence[float]) -> float:
 
 
 def _tensor(batch: pa.RecordBatch) -> Tensor:
-    """The batch as an Arrow stream, [bytes] uint8."""
+    """Return the batch as an Arrow stream, [bytes] uint8."""
     return torch.frombuffer(bytearray(as_stream(batch)), dtype=torch.uint8)
 
 
 def _batch(buffer: Tensor) -> pa.RecordBatch:
-    """Views of the buffer, which they keep."""
+    """Return views of the buffer, which they keep alive."""
     return from_stream(pa.py_buffer(buffer.numpy()))

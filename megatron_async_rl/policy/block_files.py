@@ -1,8 +1,9 @@
 """Files of blocks (blocks.py), in the format of torch's distributed checkpoints.
 
 Invariants:
-- what is written covers every tensor once, and what is read is all there, or it is refused;
-- a block is digested as it is written, read back from its file, and checked whenever it is read;
+- the written files contain every tensor once, and a read finds every tensor whole or is refused;
+- a block's digest is computed as it is written, compared with the file afterwards, and compared at
+  every read;
 - reading runs no code from the files.
 """
 
@@ -59,11 +60,11 @@ READABLE = {
         "_MEM_FORMAT_ENCODING",
     ),
 }
-"""Module -> names that an index of blocks may use, besides torch's dtypes."""
+"""Module -> names that an index of blocks may use, in addition to torch's dtypes."""
 
 
 class BlocksUnreadable(Exception):
-    """The files hold other tensors than the model has. Raised on every rank."""
+    """The files contain other tensors than the model has. Raised on every rank."""
 
 
 class BlocksDamaged(Exception):
@@ -71,14 +72,14 @@ class BlocksDamaged(Exception):
 
 
 class BlocksUnwritten(Exception):
-    """Some rank could not write its blocks. Raised on every rank."""
+    """A rank could not write its blocks. Raised on every rank."""
 
 
 def write(folder: Path, content: Content, group: Any) -> dict[str, StoredFile]:
-    """Write what all ranks of `group` (gloo) have, and read it back. Collective over it. Return the
-    files of all ranks on rank 0, none elsewhere. Raises BlocksUnwritten."""
-    # Copying ahead requires a CUDA stream, and a thread's own device is the first of the machine.
-    # Synced: `latest` must not name files that a power loss can still empty.
+    """Write the content of all ranks of `group` (gloo), and read it back. Collective over it.
+    Return the files of all ranks on rank 0, none on the others. Raises BlocksUnwritten."""
+    # Copying ahead needs a CUDA stream, and a thread's default device is the first of the machine.
+    # Synced, because `latest` must not name files that a power loss can still empty.
     files = _BlockFileWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
         dcp.save(
@@ -101,7 +102,7 @@ def read(
     for blocks in content.values():
         for block in blocks:
             if block.padded:
-                # Another layout may have saved fewer padding rows; those that no file has are 0.
+                # Another layout may have saved fewer padding rows; rows that no file has are 0.
                 block.tensor.zero_()
     try:
         dcp.load(
@@ -112,13 +113,13 @@ def read(
         )
     except CheckpointException as error:
         _, first = _first_failure(error)
-        # A model of another shape is the user's mistake, damage is not.
+        # A model of another shape is a mistake of the user, unlike damage.
         unfit = isinstance(first, _Unfit)
         raise (BlocksUnreadable if unfit else BlocksDamaged)(_text(error)) from error
 
 
 def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    # The lowest rank that failed: the same on every rank, so all raise the same error.
+    # The lowest rank that failed is the same on every rank, so all raise the same error.
     rank = min(error.failures)
     return rank, error.failures[rank][0]
 
@@ -135,22 +136,22 @@ def _named(path: Path) -> str:
 
 
 class _Unfit(ValueError):
-    """The files hold no such tensor."""
+    """The files contain no such tensor."""
 
 
 class _Fault(OSError):
-    """A file does not hold what was written to it; the message names file and tensor."""
+    """A file differs from what was written to it; the message names file and tensor."""
 
 
 class _BlockStream(io.IOBase):
-    """Bytes of one block on their way to its file."""
+    """Stream of one block's bytes to its file."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
         self.digest = Digest()
 
     def write(self, content: Buffer) -> int:
-        # Digested on the way to the file: reading memory again would cost as much as writing.
+        # Digested during the write, because reading memory again would cost as much as writing.
         self.digest.add(content)
         written: int = self._file.write(content)
         return written
@@ -177,7 +178,7 @@ class _WrittenBlock(WriteResult):
 
 
 class _BlockFileWriter(dcp.FileSystemWriter):
-    """Write and syncs a file, then reads it back. `stored`: the files of all ranks, on rank 0."""
+    """Writes and syncs a file, then reads it back. `stored`: the files of all ranks, on rank 0."""
 
     stored: dict[str, StoredFile]
 
@@ -186,14 +187,14 @@ class _BlockFileWriter(dcp.FileSystemWriter):
         self.transforms = streams = _BlockStreams()
         results = [
             _WrittenBlock(one.index, one.size_in_bytes, one.storage_data, stream.digest.text)
-            # torch writes and syncs; the streams have digested every byte on its way.
+            # torch writes and syncs; the streams have digested every byte on the way.
             for one in super().write_data(plan, planner).wait()
             for stream in (streams.by_index[one.index],)
         ]
         reader = BlockReader()
         for one in results:
-            # Read back from the file: a disk that drops writes shows before `latest` names the
-            # checkpoint.
+            # Read back from the file, so that a disk that drops writes is noticed before `latest`
+            # names the checkpoint.
             path = Path(self.path) / one.storage_data.relative_path
             with path.open("rb") as file:
                 fault = block_fault(reader.read(file, one.block), one.block)
@@ -220,19 +221,19 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
     ) -> None:
-        # The default would look for tensors in it.
+        # The default would search it for tensors.
         self.state_dict, self.metadata = state_dict, metadata
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Raise _Unfit for what the files do not hold."""
+        """Raise _Unfit for tensors that the files do not contain."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         for key, blocks in self.state_dict.items():
             if key not in saved:
                 raise _Unfit(f"it holds no {key}")
-            # Padded tensors may differ in rows between layouts; all others must have their saved
-            # shape.
+            # Padded tensors may have different rows in different layouts; all others must have
+            # their saved shape.
             for shape in {block.shape for block in blocks if not block.padded}:
                 if shape != tuple(saved[key].size):
                     there = list(saved[key].size)
@@ -240,8 +241,8 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         plan = super().create_local_plan()
         found = dict.fromkeys(self.state_dict, 0)
         for item in plan.items:
-            # Overlaps are disjoint boxes, so their sizes add up to the block's if nothing is
-            # missing.
+            # Overlaps are disjoint boxes, so if nothing is missing their sizes add up to the
+            # block's.
             found[item.dest_index.fqn] += prod(item.lengths)
         for key, blocks in self.state_dict.items():
             wanted = sum(_elements_in(block, saved[key].size) for block in blocks)
@@ -255,13 +256,14 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def _elements_in(block: Block, shape: Sequence[int]) -> int:
-    """Elements of the block in a tensor of `shape`, which may have fewer rows."""
+    """Return the number of the block's elements in a tensor of `shape`, which may have fewer
+    rows."""
     sizes = zip(block.offsets, block.tensor.shape, shape, strict=True)
     return prod(max(0, min(offset + size, whole) - offset) for offset, size, whole in sizes)
 
 
 class _Bytes(io.RawIOBase):
-    """A file of these bytes, without a copy of them."""
+    """File object over these bytes, without a copy."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
@@ -289,7 +291,7 @@ class _Bytes(io.RawIOBase):
 
 
 class _BlockFileReader(dcp.FileSystemReader):
-    """Checks each block that it reads. files: null in checkpoints without digests."""
+    """Reader that checks each block. files: null in checkpoints without digests."""
 
     def __init__(self, folder: Path, files: Mapping[str, StoredFile] | None) -> None:
         super().__init__(folder)
@@ -325,7 +327,7 @@ class _BlockFileReader(dcp.FileSystemReader):
 
 
 class _Index(pickle.Unpickler):
-    """An index of blocks as torch writes it: its own classes and numbers, and nothing else."""
+    """Reader of an index of blocks as torch writes it: torch's own classes and numbers only."""
 
     def find_class(self, module: str, name: str) -> Any:
         # Dtypes are attributes of torch, not classes.

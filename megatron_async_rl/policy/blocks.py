@@ -1,9 +1,9 @@
-"""Slices of this rank's parameters as blocks of the whole model's tensors, and their digest. Files
-of blocks are in block_files.py.
+"""Slices of this rank's parameters as blocks of the whole model's tensors, and the digest of
+blocks. Files of blocks are in block_files.py.
 
 Megatron's `sharded_state_dict` maps each parameter to its part of a tensor of the model, and shows
-which are copies of one another, and how fused ones split. A slice of a parameter is a run of its
-elements, which is not one box of that tensor but a few boxes: a part of a row, rows, a part of a
+which parameters are copies of one another, and how fused ones are split. A slice of a parameter is
+a run of its elements. In the tensor it is not one box but a few: a part of a row, rows, a part of a
 row.
 
     slice        . . . x x      the end of a row
@@ -11,23 +11,25 @@ row.
                  x x x x x
                  x x . . .      the beginning of a row
 
-A file knows of each block its place in the model's tensor and nothing of ranks, so whatever layout
-can hold the model can read it, and each rank reads of other ranks' blocks what overlaps its own.
+A file records each block's position in the model's tensor and nothing about ranks. Every layout
+that can hold the model can therefore read it, and each rank reads the overlap of other ranks'
+blocks with its own.
 
 Invariants:
-- every rank writes and reads its own slices and no others: where replicas hold the same elements,
-  each writes its share of them;
-- no tensor is put together: blocks are views of the slices, and no block has more than BLOCK_BYTES,
-  but for a single row, so reading takes no more host memory than that either.
+- every rank writes and reads only its own slices: if replicas hold the same elements, each writes
+  its share of them;
+- no tensor is assembled: blocks are views of the slices, and no block has more than BLOCK_BYTES,
+  except for a single row, so reading needs no more host memory than that.
 
-A checkpoint of adapters holds no weight of the base model, which is read again from its directory,
-and identifies those weights by a digest. The digest is the sum, modulo 2^64, over all frozen
-weights, of a hash of the weight's bits times one of its place (tensor of the model, index in it).
+A checkpoint of adapters contains no weight of the base model, which is read again from its
+directory, and identifies those weights by a digest. The digest is the sum, modulo 2^64, over all
+frozen weights, of a hash of the weight's bits times a hash of its position (tensor of the model,
+index in it).
 
 Invariants of the digest:
-- the digest is the same on every parallel layout: places are those of checkpoints, and the zeros
-  that pad a vocabulary add nothing;
-- every weight is hashed where it lies, on one of the ranks that hold it.
+- the digest is the same with every parallel layout: positions are those in checkpoints, and the
+  zeros that pad a vocabulary add nothing;
+- every weight is hashed on one of the ranks that hold it, without being moved.
 """
 
 from __future__ import annotations
@@ -65,13 +67,13 @@ from megatron_async_rl.policy.parallel import Layout
 
 BLOCK_BYTES = 64 * 2**20
 STATE = "parameter_state"
-"""Beginning of the keys of what goes with the parameters."""
+"""Prefix of the keys of the parameters' state."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """tensor: a box of a tensor of the model, which has `shape`; `offsets`: its first element's
-    place. padded: another layout's tensor may have more or fewer rows, which are zeros."""
+    """tensor: a box of a tensor of the model, which has `shape`; `offsets`: position of its first
+    element. padded: in another layout the tensor may have more or fewer rows, which are zeros."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
@@ -84,8 +86,8 @@ class Block:
 
 
 class Blocks(list[Block]):
-    """Blocks that this rank has of one tensor of the model. Implements what torch's checkpoints
-    require of an object that is stored in chunks."""
+    """This rank's blocks of one tensor of the model. Implements the interface of torch's
+    checkpoints for objects that are stored in chunks."""
 
     def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
         return [
@@ -105,7 +107,7 @@ class Blocks(list[Block]):
         return [block.chunk for block in self]
 
     def at(self, index: MetadataIndex) -> Tensor:
-        """The block that begins at the place of `index`; a global plan numbers blocks again."""
+        """Return the block at the position of `index`; a global plan renumbers blocks."""
         assert index.offset is not None
         return self._by_offsets()[tuple(index.offset)]
 
@@ -121,7 +123,7 @@ Content = dict[str, Blocks]
 
 class ModelBlocks:
     """Positions of this rank's trained parameters and buffers in the model's tensors. Made again
-    for each save or load. A model with FP8 weights supports `state` alone. frozen: use the
+    for each save or load. A model with FP8 weights only supports `state`. frozen: use the
     parameters that are not trained instead."""
 
     def __init__(self, model: PolicyModel, *, frozen: bool = False) -> None:
@@ -132,28 +134,28 @@ class ModelBlocks:
             parameters = dict(chunk.named_parameters())
             for name, entry in chunk.sharded_state_dict().items():
                 if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                    continue  # state of layers other than tensors; of delayed scaling see fp8.py
+                    continue  # state of layers that is not a tensor; for delayed scaling see fp8.py
                 tensor = parameters.get(name, entry.data)
                 trained = name not in parameters or tensor.requires_grad
                 if trained == frozen:
                     continue
                 self._parts[id(tensor)] = _parts_of(entry)
-                # All of the tensor on every replica; `writes` divides it.
+                # The whole tensor on every replica; `writes` divides it.
                 self._model.append((Slice(tensor, 0, tensor.numel(), own=False), tensor.detach()))
 
     def model(self, *, writes: bool) -> Content:
-        """The model's own parameters and buffers."""
+        """Return the blocks of the model's own parameters and buffers."""
         return self._content("", self._model, writes=writes)
 
     def state(self, named: Mapping[str, Sliced], *, writes: bool) -> Content:
-        """State by name. The same names on every rank."""
+        """Return the blocks of state by name. The same names on every rank."""
         found: Content = {}
         for name, sliced in named.items():
             found |= self._content(f"{STATE}.{name}.", sliced, writes=writes)
         return found
 
     def _content(self, prefix: str, sliced: Sliced, *, writes: bool) -> Content:
-        """writes: only what this rank writes of it."""
+        """Return the blocks of `sliced`. writes: only those that this rank writes."""
         found: Content = {}
         for place, tensor in sliced:
             start, end = place.start, place.end
@@ -165,8 +167,8 @@ class ModelBlocks:
                 start, end = max(start, mine[0]), min(end, mine[1])
             flat = tensor.detach().view(-1)
             for first, part in self._parts[id(place.parameter)]:
-                # The last number counts replicas, over which slices are divided already.
-                # Copies on tensor- or pipeline-parallel ranks: the first of them writes.
+                # The last number counts replicas, over which slices are already divided. Of copies
+                # on tensor- or pipeline-parallel ranks, the first is written.
                 if writes and any(part.replica_id[:-1]):
                     continue
                 last = first + prod(part.local_shape)
@@ -180,19 +182,19 @@ class ModelBlocks:
 
 
 def _parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, ShardedTensor]]:
-    """(first element in the flattened parameter, place in the model) of the parts that are boxes of
-    one tensor of the model; one, but for fused parameters."""
+    """Return (first element in the flattened parameter, position in the model) of the parts that
+    are boxes of one tensor of the model; there is only one, except for fused parameters."""
     if isinstance(entry, ShardedTensor):
         return [(0, entry.without_data())]
     whole = entry.data.detach()
     if is_quantised(whole):
-        # Of its shape: parts of it would be made again.
+        # An empty tensor of the same shape, because its parts are made again.
         whole = torch.empty(whole.shape, dtype=whole.dtype)
     parts = list(nested_values(replace(entry, data=whole).build()))
     for part in parts:
         data = part.data
         inside = data.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        # Blocks are runs of elements; a transposed part would be saved scrambled.
+        # Blocks are runs of elements, so a transposed part would be saved scrambled.
         if not (inside and data.is_contiguous()):
             raise ValueError(f"{part.key} is not a run of the elements of its parameter")
     return [
@@ -201,7 +203,7 @@ def _parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, Sh
 
 
 def _blocks(run: Tensor, first: int, part: ShardedTensor) -> Iterator[Block]:
-    """run: the elements of `part` from `first` on."""
+    """Yield the blocks of `run`, the elements of `part` from `first` on."""
     outer = part.prepend_axis_num
     done = 0
     for place, size in boxes(part.local_shape, first, first + run.numel(), run.itemsize):
@@ -219,8 +221,9 @@ def _blocks(run: Tensor, first: int, part: ShardedTensor) -> Iterator[Block]:
 def boxes(
     shape: Sequence[int], start: int, end: int, itemsize: int = 1
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(place, size) of the boxes, in order, that make up elements start..end of a contiguous tensor
-    of `shape`; each a run of elements itself, and of at most BLOCK_BYTES, if a row is."""
+    """Yield (position, size) of the boxes, in order, that contain elements start..end of a
+    contiguous tensor of `shape`. Each is a run of elements, and has at most BLOCK_BYTES if a row
+    has."""
     if start == end:
         return
     if not shape:
@@ -228,7 +231,7 @@ def boxes(
         return
     row = prod(shape[1:])
     rows = range(-(-start // row), end // row)
-    # Start and end lie within one row.
+    # Start and end are in the same row.
     if rows.start > rows.stop:
         yield from _within_row(shape, rows.stop, start, end, itemsize)
         return
@@ -248,7 +251,8 @@ def _within_row(
 
 
 def staged(content: Content) -> Content:
-    """A copy in host memory, which the step may no longer change. On CUDA it is page-locked."""
+    """Return a copy in host memory, which is independent of later steps. On CUDA it is
+    page-locked."""
     if not any(block.tensor.is_cuda for blocks in content.values() for block in blocks):
         return {
             key: Blocks(replace(block, tensor=block.tensor.clone()) for block in blocks)
@@ -272,19 +276,18 @@ _digests: WeakKeyDictionary[PolicyModel, str] = WeakKeyDictionary()
 
 
 def base_entries(model: PolicyModel) -> dict[str, Any]:
-    """Entries of about.json on the weights that are not saved; none without adapters. Collective
-    over the world."""
+    """Return the entries of about.json about weights that are not saved; none without adapters.
+    Collective over the world."""
     if model.lora is None:
         return {}
     if model not in _digests:
-        # Frozen weights stay as they are.
-        # Once per model: this reads every frozen weight.
+        # Once per model, because this reads every frozen weight, and frozen weights do not change.
         _digests[model] = base_digest(model)
     return {"lora": model.lora.model_dump(mode="json"), "base_digest": _digests[model]}
 
 
 def refuse_other_base(path: Path, content: Mapping[str, Any], model: PolicyModel) -> None:
-    """Raise CheckpointBroken where the checkpoint is of other adapters than the model has, or of
+    """Raise CheckpointBroken if the checkpoint contains other adapters than the model has, or
     adapters trained over other weights. content: its about.json. Collective over the world."""
     own = base_entries(model)
     if own.get("lora") != content.get("lora"):
@@ -305,31 +308,31 @@ def refuse_other_base(path: Path, content: Mapping[str, Any], model: PolicyModel
 
 
 def base_digest(model: PolicyModel) -> str:
-    """Digest of the model's frozen weights. Collective over the world."""
+    """Return the digest of the model's frozen weights. Collective over the world."""
     return placed_digest(ModelBlocks(model, frozen=True).model(writes=True), model.bridge.layout)
 
 
 @torch.no_grad()
 def placed_digest(content: Content, layout: Layout) -> str:
-    """Digest of tensors; each rank has the blocks that it would write; the same on every layout.
-    Collective over the world."""
+    """Return the digest of tensors, the same with every layout. Each rank has the blocks that it
+    would write. Collective over the world."""
     total = torch.zeros((), dtype=torch.int64, device=layout.device)
     for key, blocks in content.items():
-        # A stable hash: Python's own differs between processes.
+        # A stable hash, because Python's own differs between processes.
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
         for block in blocks:
             for values, places in _pieces(block):
-                # Odd, so that no weight is lost.
+                # Odd, so that no weight's contribution is lost.
                 part = (_mixed(_bits(values)) * (_mixed(places + seed) | 1)).sum()
                 total += part.to(layout.device)
-    # Integer sums modulo 2^64 are the same in any order, hence on any layout.
+    # Integer sums modulo 2^64 are the same in any order, and so with any layout.
     dist.all_reduce(total, group=layout.world_group)
     return f"{int(total) % 2**64:016x}"
 
 
 def _pieces(block: Block) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of a block short enough to be worked on in one go, and the index of each element in the
-    tensor of the model, int64."""
+    """Yield parts of a block that are small enough to process at once, and the index of each
+    element in the tensor of the model, int64."""
     sizes = block.tensor.shape
     cut = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
     rows = max(1, block_elements(block.tensor.device) // max(1, prod(sizes[cut + 1 :])))
@@ -345,13 +348,13 @@ def _pieces(block: Block) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The numbers' bits, int64; 0 of a zero."""
+    """Return the bits of the numbers, int64; 0 for a zero of either sign."""
     kind = torch.int32 if values.dtype == torch.float32 else torch.int16
     return values.view(kind).to(torch.int64)
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """A hash of each number, modulo 2^64; 0 of 0."""
+    """Return a hash of each number, modulo 2^64; 0 for 0."""
     numbers = numbers * -7046029254386353131
     numbers = (numbers ^ (numbers >> 29)) * -4658895280553007687
     return numbers ^ (numbers >> 32)

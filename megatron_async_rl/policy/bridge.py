@@ -1,14 +1,14 @@
-"""From a Hugging Face directory to Megatron's configuration, layers and weight names: mbridge with
-our overrides.
+"""Conversion of a Hugging Face directory to Megatron's configuration, layers and weight names:
+mbridge with this package's overrides.
 
-mbridge assumes Transformer Engine layers and transformers 4. The overrides here take the layers of
-either family (layers.py) with our attention, rotary frequencies from transformers (5), and pad the
-vocabulary to the tensor-parallel size. Each file of families/ has
-what differs between model families.
+mbridge assumes Transformer Engine layers and transformers 4. The overrides here use the layers of
+either family (layers.py) with this package's attention, use the rotary frequencies of transformers
+5, and pad the vocabulary to the tensor-parallel size. Each file of families/ contains the
+differences of one model family.
 
 Invariants:
-- padded vocabulary rows are zero and known (`vocab_size` against `padded_vocab_size`);
-- no class attribute of mbridge is changed: two models in one process do not see each other.
+- padded vocabulary rows are zero, and their number is known (`padded_vocab_size` - `vocab_size`);
+- no class attribute of mbridge is changed, so two models in one process do not affect each other.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ MBRIDGE_METHODS = {
     "mbridge.core.llm_bridge.LLMBridge": ("_build_base_config",),
 }
 """Class -> names that this module overrides or calls and that mbridge does not promise to keep; no
-other module uses one. A unit test looks that each exists."""
+other module uses one. A unit test checks that each exists."""
 
 
 class PolicyBridge(LLMBridge):
-    """mbridge's bridge on this package's layers, whose parameters it knows by their names in the
-    local family. Mixed in before the bridge of one model type."""
+    """mbridge's bridge for this package's layers. It uses the parameters' names in the local
+    family. Mixed in before the bridge of one model type."""
 
     dtype: torch.dtype | None
     layout: Layout
@@ -66,7 +66,7 @@ class PolicyBridge(LLMBridge):
     lora: LoraConfig | None = None
     norm: type[torch.nn.Module] = RMSNorm
     output_bias = False
-    """The output projection of attention has a bias."""
+    """True if the output projection of attention has a bias."""
     embedding_scale = 1.0
     """Factor on the embedding of a token."""
     _DIRECT_MAPPING: dict[str, str]
@@ -74,7 +74,7 @@ class PolicyBridge(LLMBridge):
     _ATTENTION_MAPPING: dict[str, list[str]]
 
     def _adjust_mapping_for_shared_weights(self) -> None:
-        # The parent writes into dictionaries shared by all its instances.
+        # The parent class writes into dictionaries shared by all its instances.
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)
         self._ATTENTION_MAPPING = {
             **self._ATTENTION_MAPPING,
@@ -82,7 +82,7 @@ class PolicyBridge(LLMBridge):
                 "model.layers.{layer_number}.self_attn.o_proj.bias"
             ],
         }
-        # Pipelines hold a second copy of a tied embedding in the last stage.
+        # A pipeline has a second copy of a tied embedding in the last stage.
         if self.hf_config.tie_word_embeddings:
             self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
         self._OTHER_MAPPING = {
@@ -93,7 +93,7 @@ class PolicyBridge(LLMBridge):
         }
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
-        # The parent takes any name that contains "mlp" for a weight of the MLP.
+        # The parent class treats every name that contains "mlp" as a weight of the MLP.
         if any(f".{part}" in mcore_weights_name for part in self._OTHER_MAPPING):
             return self._weight_name_mapping_other(mcore_weights_name)
         return super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
@@ -107,8 +107,8 @@ class PolicyBridge(LLMBridge):
             **kwargs,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            # Every parameter is loaded afterwards (the loader insists), so drawing initial values
-            # is wasted time.
+            # Every parameter is loaded afterwards (the loader ensures it), so initial values would
+            # be wasted time.
             init_method=untouched,
             output_layer_init_method=untouched,
             embedding_init_method=untouched,
@@ -125,14 +125,15 @@ class PolicyBridge(LLMBridge):
         )
 
     def _window_size(self) -> tuple[int, int] | None:
-        """Tokens before and behind a token that it sees besides itself, in Megatron's form."""
+        """Return the numbers of tokens before and behind a token to which it attends, in Megatron's
+        form."""
         window = getattr(self.hf_config, "sliding_window", None)
         # Megatron counts the tokens before; transformers' window includes the token itself.
         return None if window is None else (window - 1, 0)
 
     def _softmax_scale(self) -> float | None:
-        """The factor on the scores; null for 1 / sqrt(head). yarn lengthens queries and keys alike,
-        which Megatron's rotation does not."""
+        """Return the factor on the scores; null: 1 / sqrt(head). yarn scales queries and keys
+        equally, unlike Megatron's rotation."""
         factor = self._rotation()[1]
         if factor == 1.0:
             return None
@@ -141,8 +142,8 @@ class PolicyBridge(LLMBridge):
         return factor * factor / math.sqrt(width)
 
     def _rotation(self) -> tuple[Tensor | None, float]:
-        """(frequencies of a head's pairs of coordinates, [head / 2] float32, or null for Megatron's
-        own; length of a rotated vector for 1), as transformers has them."""
+        """Return, as transformers computes them, the frequencies of a head's pairs of coordinates
+        ([head / 2] float32, or null for Megatron's own) and the length of a rotated unit vector."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         kind = self.hf_config.rope_parameters["rope_type"]
@@ -151,23 +152,23 @@ class PolicyBridge(LLMBridge):
         return ROPE_INIT_FUNCTIONS[kind](self.hf_config, torch.device("cpu"))
 
     def set_rotation(self, rotary: torch.nn.Module) -> None:
-        """Give Megatron's rotary embedding, which has not been used yet, the model's
-        frequencies."""
+        """Set the model's frequencies in Megatron's rotary embedding, which must not have been used
+        yet."""
         frequencies, _ = self._rotation()
         if frequencies is not None:
             assert rotary.inv_freq.shape == frequencies.shape
-            # On the device and in the dtype of Megatron's own.
+            # With the device and dtype of Megatron's own.
             rotary.inv_freq = frequencies.to(rotary.inv_freq)
 
     def global_names(self, chunk: torch.nn.Module) -> dict[str, str]:
-        """A parameter's name in the chunk -> its canonical one (layers.py), with layers numbered
-        over the whole model."""
+        """Return a parameter's name in the chunk -> its canonical name (layers.py), with layers
+        numbered over the whole model."""
         names = self._weight_name_mapping_mcore_local_to_global(chunk, consider_ep=False)
         return {own: self.layers.canonical(name) for own, name in names.items()}
 
     def to_hugging_face(self, name: str, whole: Tensor) -> tuple[list[str], list[Tensor]]:
-        """Names and tensors in Hugging Face's files, of adapters in PEFT's, of one whole Megatron
-        parameter, or of some of its columns."""
+        """Return the names and tensors in Hugging Face's files (for adapters, in PEFT's) of one
+        whole Megatron parameter, or of some of its columns."""
         if ADAPTER in name:
             layer, _, own = name.partition(ADAPTER)
             target, part = own.split(".")
@@ -177,27 +178,27 @@ class PolicyBridge(LLMBridge):
                 if f".{target}." in matrix
             )
             return [f"base_model.model.{matrix.removesuffix('weight')}{part}.weight"], [whole]
-        if ".linear_qkv." in name:  # mbridge takes all columns alone
+        if ".linear_qkv." in name:  # mbridge only supports all columns
             config = self.config
             head, groups = config.kv_channels, config.num_query_groups
             sizes = [config.num_attention_heads // groups * head, head, head]
             parts = whole.unflatten(0, (groups, -1)).split(sizes, dim=1)
             names = self._weight_name_mapping_mcore_to_hf(name)
-            # Rows are grouped by query group in Megatron and by matrix in Hugging Face's files.
+            # Megatron groups rows by query group, and Hugging Face's files by matrix.
             return names, [part.flatten(0, 1) for part in parts]
         names, tensors = self._weight_to_hf_format(name, whole)
         return names, tensors
 
     def merge(self, name: str, shards: Sequence[Tensor], like: Any) -> Tensor:
-        """The whole parameter from its tensor-parallel shards, in order."""
+        """Return the whole parameter from its tensor-parallel shards, in order."""
         if ADAPTER in name:
             return torch.cat(list(shards), dim=like.partition_dim)
         whole: Tensor = self._weight_merge_across_tp(name, list(shards), like)
         return whole
 
     def layer_spec(self, vp_stage: int | None) -> TransformerBlockSubmodules:
-        """The layers of this pipeline stage (of one virtual stage of it, where there are several)
-        and the final norm."""
+        """Return the layers of this pipeline stage (or of one of its virtual stages) and the final
+        norm."""
         layer = self.layers.layer(self.config, self.norm)
         parts = layer.submodules
         parts.sharded_state_dict_keys_map = CHECKPOINT_KEYS
@@ -222,15 +223,15 @@ class PolicyBridge(LLMBridge):
         )
 
     def adapt(self, layer: TransformerLayerSubmodules) -> None:
-        """Put parts of the family's own into the layer's."""
+        """Replace parts of the layer by the family's own."""
 
     def gpt_arguments(self) -> dict[str, Any]:
-        """Arguments of Megatron's language model that are not in its configuration."""
+        """Return arguments of Megatron's language model that are not in its configuration."""
         return {
             "vocab_size": self.padded_vocab_size,
             "max_sequence_length": self.hf_config.max_position_embeddings,
             "position_embedding_type": "rope",
-            # Of the frequencies that `set_rotation` may replace.
+            # Base of the frequencies, which `set_rotation` may replace.
             "rotary_base": self.hf_config.rope_parameters.get("rope_theta", 10_000.0),
             "share_embeddings_and_output_weights": self.tied,
         }

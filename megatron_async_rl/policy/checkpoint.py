@@ -1,36 +1,35 @@
-"""Model, optimizer and run state on disk, whole or not at all.
+"""Model, optimizer and run state on disk, written whole or not at all.
 
     DIR/latest                    the name of the newest complete checkpoint (checkpoint_folder.py)
-    DIR/step_00000012/sharded/    the model, and the state of the optimizer and others that goes
-                                  with its parameters (adam_view.py), in blocks that each
-                                  rank writes of its own (blocks.py): loads on any parallel
-                                  layout
-    DIR/step_00000012/state.pt    the run's own state, from rank 0; other files of the run by names
-                                  that it chose
-    DIR/step_00000012/rank_3.pt   what only makes sense to rank 3 of the same layout: RNG, and what
-                                  delayed FP8 scaling has learnt (fp8.py)
+    DIR/step_00000012/sharded/    the model, and the state of its parameters in the optimizer and
+                                  elsewhere (adam_view.py), in blocks; each rank writes its own
+                                  blocks (blocks.py): loads with any parallel layout
+    DIR/step_00000012/state.pt    the run's own state, from rank 0; other files of the run under
+                                  names that it chose
+    DIR/step_00000012/rank_3.pt   state for rank 3 of the same layout only: RNG, and the state of
+                                  delayed FP8 scaling (fp8.py)
     DIR/step_00000012/about.json  step, layout, dtype, vocabulary, layers, the source model
-                                  directory, names of the parameter state, Adam's step count, where
-                                  the weights are (in the model, or in Adam's float32 ones), the
-                                  moments' dtype; of adapters their settings and the base model's
+                                  directory, names of the parameter state, Adam's step count, place
+                                  of the weights (in the model, or in Adam's float32 ones), the
+                                  moments' dtype; for adapters their settings and the base model's
                                   digest (blocks.py); the digest of a reference that does not
                                   move; every other file with its digests (checkpoint_folder.py)
 
 Invariants:
 - a directory named step_N is complete: it is written under another name, read back against its
-  digests, synced, and renamed; `latest` moves after that, by a rename too. Killed at any moment,
-  the next load finds the previous checkpoint or the new one, never a mixture;
-- nothing that `latest` names is deleted before `latest` names something newer, and checkpoints are
-  deleted only in favor of newer ones that are whole;
-- whatever is loaded has the digest that it was saved with, or the load fails;
-- what is written is the state at the call of `save`, also where a thread writes it later;
+  digests, synced, and renamed; `latest` changes after that, by a rename too. After a kill at any
+  moment, the next load finds the previous checkpoint or the new one, never a mixture;
+- no checkpoint that `latest` names is deleted before `latest` names a newer one, and checkpoints
+  are deleted only in favor of newer ones that are whole;
+- loaded data has the digest with which it was saved, or the load fails;
+- the written state is that at the call of `save`, even if a thread writes it later;
 - files are read back without running code from them;
-- FP8 weights are not saved: Adam's float32 ones are, and stand in for them wherever the
-  checkpoint is read;
-- moments are saved and loaded as they are kept, and none that are kept otherwise are taken for
-  them;
-- what is not trained is not saved: under adapters a checkpoint goes with the base model in its
-  source directory, and is refused over another one.
+- FP8 weights are not saved: Adam's float32 weights are saved and replace them in every reader of
+  the checkpoint;
+- moments are saved and loaded in the dtype in which they are kept, and moments of another dtype are
+  refused;
+- weights that are not trained are not saved: a checkpoint of adapters needs the base model in its
+  source directory, and is refused with another one.
 """
 
 from __future__ import annotations
@@ -98,9 +97,9 @@ _checked: set[Path] = set()
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A loaded checkpoint, but for model and optimizer, which `load` has filled.
+    """A loaded checkpoint, except model and optimizer, which `load` has filled.
 
-    names: of the parameter state that `read` brings. content: about.json."""
+    names: of the parameter state that `read` can load. content: about.json."""
 
     path: Path
     model: PolicyModel
@@ -110,8 +109,8 @@ class Checkpoint:
     content: Mapping[str, Any]
 
     def read(self, named: Mapping[str, Sliced]) -> None:
-        """Fill these slices with what was saved under these names. Collective over the world: the
-        same names on every rank. Raises CheckpointBroken."""
+        """Fill these slices with the state that was saved under these names. Collective over the
+        world: the same names on every rank. Raises CheckpointBroken."""
         if named:
             blocks = ModelBlocks(self.model).state(named, writes=False)
             _read(self.path, self.content, blocks, self.model.bridge.layout)
@@ -132,21 +131,21 @@ def save(
     files: Mapping[str, bytes] | None = None,
     background: Background | None = None,
 ) -> Path:
-    """Save step `step` and keep the newest `keep` checkpoints, null all, and that of step
-    `proven`. Collective over the world; return the checkpoint.
+    """Save step `step`. Keep the newest `keep` checkpoints (null: all) and that of step `proven`.
+    Collective over the world; return the checkpoint.
 
     state: rank 0's is saved; numbers, text, tensors and containers of them (TypeError otherwise).
     parameter_state: slices by name; the same names on every rank. entries: further entries of
     about.json; the same on every rank. files: name and content of further files of rank 0; see
-    checkpoint_folder.read_file. background: copies everything to host memory, writes in its thread
-    and returns before that has ended; what failed is raised by its next `start` or `finish`. Every
-    rank gives one, or none. Raises FileExistsError when `latest` already names this step.
+    checkpoint_folder.read_file. background: copy everything to host memory and return, while its
+    thread writes; its next `start` or `finish` raises an error of the write. Given on every rank or
+    on none. Raises FileExistsError if `latest` already names this step.
     """
     if background is not None:
         background.finish()
     final = directory / _name(step)
     unfinished = directory / f"unfinished_step_{step:08d}"
-    # Before any file is touched: state of a type that cannot be saved is refused here.
+    # Before any file is written: state of a type that cannot be saved is refused here.
     payload = _serialised(state)
     rank_payload = _serialised({"rng": _rng_state(layout), "fp8": delayed_state(model.chunks)})
     adam = {
@@ -165,7 +164,7 @@ def save(
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         sync(directory.parent)
-        # Saved again only where nothing names it: a damaged or abandoned folder.
+        # A folder that `latest` does not name is damaged or abandoned, and is replaced.
         if named_latest(directory) == final.name:
             raise FileExistsError(f"{final} is already saved")
         for leftover in directory.glob(f"{LATEST}*{PARTIAL}"):
@@ -175,30 +174,30 @@ def save(
         (unfinished / SHARDED).mkdir(parents=True)
 
     def commit(stored: dict[str, StoredFile]) -> None:
-        # The index of the blocks, and files of ranks that have no block.
+        # The index of the blocks, and files of ranks without a block.
         for path in (unfinished / SHARDED).iterdir():
             stored.setdefault(f"{SHARDED}/{path.name}", StoredFile.of(path.read_bytes()))
         for name, content in {"state.pt": payload, **(files or {})}.items():
             stored[name] = StoredFile.of(content)
             write_file(unfinished / name, content)
-        # Last of the folder's files, because it holds the digests of the others.
+        # The last of the folder's files, because it contains the digests of the others.
         write_file(unfinished / ABOUT, described(description, stored))
         # Blocks were read back by the ranks that wrote them.
         require_whole(unfinished)
         if final.exists():
-            # Damaged, left behind by a resume from an older one, or not yet named by `latest`.
+            # It is damaged, or left over from an older resume, or `latest` does not name it yet.
             shutil.rmtree(final)
-        # A rename: a folder of this name is whole, or is not there.
+        # A rename, so a folder with this name is whole or absent.
         publish(unfinished, final)
-        # Atomic as well. A crash before this line resumes from the checkpoint before.
+        # Atomic as well. After a crash before this line, the previous checkpoint is resumed.
         write_file(directory / LATEST, final.name)
-        # Only now: the new checkpoint is on disk, whole, and named.
+        # Not earlier: the new checkpoint must be on disk, whole, and named.
         for old in outdated(final, keep, _checked, _name(proven)):
             shutil.rmtree(old)
 
     def write(content: Content) -> None:
         with _cleared_on_failure(unfinished):
-            # A group of its own: the main thread's collectives continue while this thread writes.
+            # A separate group, because the main thread's collectives continue during the write.
             group = layout.writing_group
             written = block_files.write(unfinished / SHARDED, content, group)
             stored = {f"{SHARDED}/{name}": file for name, file in written.items()}
@@ -206,7 +205,7 @@ def save(
             write_file(unfinished / own, rank_payload)
             for each in layout.gathered({own: StoredFile.of(rank_payload)}, group):
                 stored |= each
-            # After every rank has written and read back its blocks.
+            # After every rank has written its blocks and read them back.
             layout.from_rank_zero(lambda: commit(stored), group)
 
     with _cleared_on_failure(unfinished):
@@ -226,14 +225,14 @@ def save(
 
 
 def _name(step: int | None) -> str:
-    """Folder of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return "" if step is None else f"step_{step:08d}"
 
 
 @contextlib.contextmanager
 def _cleared_on_failure(unfinished: Path) -> Iterator[None]:
-    """On a full disk there is room again to say what happened. Raises OSError (ENOSPC) for whatever
-    a full disk raised."""
+    """Remove the unfinished folder after an error, so that a full disk has room to record the
+    error. Raises OSError (ENOSPC) instead of the various errors of a full disk."""
     try:
         yield
     except BaseException as error:
@@ -249,16 +248,16 @@ def _cleared_on_failure(unfinished: Path) -> Iterator[None]:
 def load(
     directory: Path, *, model: PolicyModel, optimizer: MegatronOptimizer, layout: Layout
 ) -> Checkpoint | None:
-    """Restore model, optimizer and this rank's RNG from the newest checkpoint; None where there is
-    none. Collective.
+    """Restore model, optimizer and this rank's RNG from the newest checkpoint; return None if there
+    is none. Collective.
 
-    Any parallel layout may load it, with or without the distributed optimizer. Raises
+    Works with any parallel layout, with or without the distributed optimizer. Raises
     CheckpointBroken.
     """
     path = layout.from_rank_zero(lambda: newest(directory))
     if path is None:
         return None
-    # All digests before any tensor: a model is not left half loaded.
+    # All digests before any tensor, so that no model is left half loaded.
     layout.from_rank_zero(lambda: require_whole(path))
     content = about(path)
     if layout.rank == 0 and files_of(content) is None:
@@ -275,22 +274,22 @@ def load(
             log.warning("%s holds no %s: the optimizer starts without it", path, name)
     if not model.config.fp8_param:
         load_model(path, model, content)
-        # Masters of a model whose parameters are float32 alias them; others are overwritten below
-        # where the checkpoint has them.
+        # If a model's parameters are float32, its masters alias them; others are overwritten below
+        # if the checkpoint has them.
         optimizer.reload_model_params()
     checkpoint = Checkpoint(path, model, content["step"], state, names, content)
     checkpoint.read({name: sliced for name, sliced in adam.items() if name in names})
     if MASTER in adam and MASTER not in names:
         _read_masters(checkpoint, adam[MASTER])
     if model.config.fp8_param:
-        # FP8 bytes and scales are made of the masters, as they were at the save.
+        # FP8 bytes and scales are computed from the masters, as they were at the save.
         weights_from_masters(optimizer)
     set_adam_steps(optimizer, content.get("adam_steps", 0))
-    # Checkpoints of earlier versions do not name the context-parallel size and the device.
+    # Checkpoints of earlier versions do not record the context-parallel size and the device.
     key = _layout_key(optimizer, layout)
     if {"context": 1, "device": layout.device_type, **content["layout"]} == key:
         rank_state = _read_tensors(path, f"rank_{layout.rank}.pt", content, layout.device)
-        # Generator states are per rank, so they fit only the layout that they were saved on.
+        # Generator states are per rank, so they only fit the layout with which they were saved.
         _restore_rng(rank_state.pop("rng"), layout)
         # Absent in checkpoints of earlier versions.
         restore_delayed_state(model.chunks, rank_state.pop("fp8", {}), model.config)
@@ -308,8 +307,8 @@ def load(
 
 def load_model(path: Path, model: PolicyModel, content: Mapping[str, Any]) -> None:
     """Load only the weights of one checkpoint, whatever layout and optimizer it was saved with.
-    content: its about.json. If the model that was saved kept its weights in FP8, they are Adam's
-    float32 ones, rounded. Collective. The model keeps no FP8 weights. Raises CheckpointBroken."""
+    content: its about.json. If the saved model had FP8 weights, Adam's float32 weights are loaded
+    and rounded. The model must not have FP8 weights. Collective. Raises CheckpointBroken."""
     blocks = ModelBlocks(model).model(writes=False)
     if content.get("weights") == MASTER:
         blocks = {_master(key): held for key, held in blocks.items()}
@@ -317,35 +316,35 @@ def load_model(path: Path, model: PolicyModel, content: Mapping[str, Any]) -> No
 
 
 def _read_masters(checkpoint: Checkpoint, masters: Sliced) -> None:
-    """Fill Adam's float32 weights with the checkpoint's weights, which are float32 where it holds
-    no others. Collective."""
+    """Fill Adam's float32 weights with those of the checkpoint, or with the model's weights if it
+    has no others, which are then float32. Collective."""
     blocks = ModelBlocks(checkpoint.model).state({MASTER: masters}, writes=False)
     own = {key.removeprefix(_master("")): held for key, held in blocks.items()}
     _read(checkpoint.path, checkpoint.content, own, checkpoint.model.bridge.layout)
 
 
 def _master(key: str) -> str:
-    """The key of Adam's float32 weights of a tensor of the model."""
+    """Return the key of Adam's float32 weights of a tensor of the model."""
     return f"{STATE}.{MASTER}.{key}"
 
 
 def _read_tensors(
     path: Path, name: str, content: Mapping[str, Any], place: torch.device
 ) -> dict[str, Any]:
-    """A file of numbers and tensors. content: about.json. Raises CheckpointBroken."""
+    """Return a file of numbers and tensors. content: about.json. Raises CheckpointBroken."""
     held = read_checked(path, name, content)
     if held is None:
         raise damaged(path, f"{name} is not there")
     try:
-        # `weights_only`: a checkpoint runs no code.
+        # `weights_only`, so that a checkpoint cannot run code.
         found: dict[str, Any] = torch.load(io.BytesIO(held), weights_only=True, map_location=place)
-    except Exception as error:  # pickle and zip files raise many types; with digests, nothing
+    except Exception as error:  # pickle and zip files raise many types; with digests this is rare
         raise damaged(path, f"{name} cannot be read ({type(error).__name__}: {error})") from error
     return found
 
 
 def _read(path: Path, content: Mapping[str, Any], blocks: Content, layout: Layout) -> None:
-    """content: about.json."""
+    """Fill the blocks from the checkpoint. content: about.json."""
     listed = files_of(content)
     prefix = f"{SHARDED}/"
     files = None

@@ -1,16 +1,17 @@
-"""A run's checkpoint folder from outside: its checkpoints, and whether their files are whole. Loads
-no torch.
+"""A run's checkpoint folder as read by other code: its checkpoints, and whether their files are
+whole. Loads no torch.
 
-`policy/checkpoint.py` describes what the folder holds, and writes it. `about.json` of a checkpoint
+`policy/checkpoint.py` describes the folder's content, and writes it. `about.json` of a checkpoint
 lists every other file of it with its digests (digested_folder.py).
 
 Invariants:
-- a file is read by way of its digest, so a changed file is reported as damaged, with the older
-  checkpoint to use, and never used;
-- a folder is the checkpoint of the step in its name: a renamed one, or one with the description of
-  another, is reported as damaged;
-- a checkpoint folder that cannot be read is an error, and never a run without checkpoints;
-- a checkpoint of a release without digests is read as it is, after a warning.
+- the digest of a file is checked when it is read, so a changed file is reported as damaged, with
+  the older checkpoint to use, and never used;
+- a folder contains the checkpoint of the step in its name: a renamed folder, or one with the
+  description of another, is reported as damaged;
+- a checkpoint folder that cannot be read is an error, and does not count as a run without
+  checkpoints;
+- a checkpoint of a release without digests is read after a warning.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ LATEST = "latest"
 ABOUT = "about.json"
 SHARDED = "sharded"
 CONFIG_FILE = "config.yaml"
-"""The run's configuration at this step, with which a resume compares its own."""
+"""The run's configuration at this step, which a resume compares with its own."""
 DATA_FILE = "prompts.json"
-"""Digests of the prompts, with which a resume recognizes its data."""
+"""Digests of the prompts, for which a resume checks its data."""
 _NAME = re.compile(r"step_\d+")
 RECORD_FILE = "record.json"
 """Content of the run's own files at this step: the line of metrics, the end of the sample log, and
@@ -44,33 +45,33 @@ the code that the configuration names."""
 
 
 class CheckpointBroken(UserError):
-    """A checkpoint directory does not hold what its names promise."""
+    """A checkpoint directory does not contain what its names promise."""
 
 
 def steps(directory: Path) -> list[Path]:
-    """The checkpoints in `directory`, the oldest first. A folder of another name, such as a copy
-    `step_00000100.bak`, is none."""
+    """Return the checkpoints in `directory`, the oldest first. A folder with another name, such as
+    a copy `step_00000100.bak`, does not count."""
     found = (path for path in directory.glob("step_*") if _NAME.fullmatch(path.name))
     return sorted((path for path in found if path.is_dir()), key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The step that the name of a checkpoint's folder has."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(path.name.partition("_")[2])
 
 
 def is_step(path: Path) -> bool:
-    """True for the folder of one checkpoint, also if it has lost its description."""
+    """Return True for the folder of one checkpoint, even if it has lost its description."""
     with _readable(path):
         return (path / ABOUT).is_file() or (path.name.startswith("step_") and path.is_dir())
 
 
 def newest(directory: Path) -> Path | None:
-    """The checkpoint that `latest` names; None where nothing was ever saved. Raises
+    """Return the checkpoint that `latest` names; None if none was ever saved. Raises
     CheckpointBroken.
 
-    Without `latest` it is the last one: a save was killed before it could name its first one, or
-    the file was deleted. A damaged one is never passed over.
+    Without `latest` it is the last checkpoint: a save was killed before it could name its first
+    one, or the file was deleted. A damaged checkpoint is never skipped.
     """
     require_readable(directory)
     pointer = directory / LATEST
@@ -95,7 +96,7 @@ def newest(directory: Path) -> Path | None:
         )
     path = directory / name
     with _readable(path):
-        # `latest` is written last: without a description the folder was damaged later.
+        # `latest` is written last, so a folder without a description was damaged later.
         missing = not (path / ABOUT).exists()
     if missing:
         raise damaged(path, f"{ABOUT} is not there")
@@ -103,8 +104,8 @@ def newest(directory: Path) -> Path | None:
 
 
 def require_readable(directory: Path) -> bool:
-    """Return whether the checkpoint folder is there. Raises CheckpointBroken for something else in
-    its place, and for a folder that may not be read."""
+    """Return True if the checkpoint folder exists. Raises CheckpointBroken if something else is at
+    its path, and for a folder that may not be read."""
     try:
         return require_folder(directory, "restore it from a copy, or choose another run.dir")
     except UserError as error:
@@ -113,7 +114,7 @@ def require_readable(directory: Path) -> bool:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn an OSError of looking into the checkpoint at `path` into CheckpointBroken."""
+    """Convert an OSError about the checkpoint at `path` to CheckpointBroken."""
     try:
         yield
     except OSError as error:
@@ -121,7 +122,8 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def named_latest(directory: Path) -> str | None:
-    """The text of `latest`, whatever is left of the checkpoint that it names; null: unreadable."""
+    """Return the text of `latest`, even if the checkpoint that it names is gone; null:
+    unreadable."""
     try:
         return (directory / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -129,22 +131,22 @@ def named_latest(directory: Path) -> str | None:
 
 
 def later(path: Path) -> Path | None:
-    """A whole checkpoint of the same folder with more steps than the one at `path`, which `latest`
-    names; null: there is none."""
+    """Return a whole checkpoint of the same folder with more steps than the one at `path`, which
+    `latest` names; null: there is none."""
     return _newest_whole([one for one in steps(path.parent) if step_of(one) > step_of(path)])
 
 
 def outdated(
     current: Path, keep: int | None, checked: set[Path], proven: str | None = None
 ) -> list[Path]:
-    """Checkpoints to remove now that `current` is saved: all that are older than the newest `keep`
-    whole ones (null: none), but the one named `proven`. A damaged checkpoint does not count, so
-    that no good one makes room for it; a checkpoint that this process neither wrote nor loaded is
-    read to find out.
+    """Return the checkpoints to remove now that `current` is saved: all that are older than the
+    newest `keep` whole ones (null: none), except the one named `proven`. A damaged checkpoint does
+    not count, so that it does not displace an intact one; a checkpoint that this process neither
+    wrote nor loaded is read to check it.
 
-    checked: those that it wrote or loaded; the ones that were found to be whole are added."""
+    checked: the checkpoints that this process wrote or loaded; those found whole are added."""
     checked.add(current)
-    # Newer ones stay: a resume from an older checkpoint must not delete what came after it.
+    # Newer ones stay: a resume from an older checkpoint must not delete those that came after it.
     older = [path for path in reversed(steps(current.parent)) if step_of(path) < step_of(current)]
     whole = 1
     for index, path in enumerate(older):
@@ -152,7 +154,7 @@ def outdated(
             break
         if whole >= keep:
             return [old for old in older[index:] if old.name != proven]
-        # Read once per process: a checkpoint has many GiB.
+        # Read once per process, because a checkpoint has many GiB.
         if path not in checked and _is_intact(path):
             checked.add(path)
         # Sizes are checked again, because files may be removed during a run.
@@ -161,7 +163,7 @@ def outdated(
 
 
 def _is_intact(path: Path) -> bool:
-    """True if every file, and every block of tensors, has its digest. Reads all of it."""
+    """Return True if every file, and every block of tensors, has its digest. Reads all of it."""
     content, fault = _description(path)
     files = files_of(content)
     if fault is not None or files is None:
@@ -170,7 +172,7 @@ def _is_intact(path: Path) -> bool:
 
 
 def about(path: Path) -> dict[str, Any]:
-    """about.json of one checkpoint. Raises CheckpointBroken."""
+    """Return about.json of one checkpoint. Raises CheckpointBroken."""
     content, fault = _description(path)
     if fault is not None:
         raise damaged(path, fault)
@@ -178,7 +180,7 @@ def about(path: Path) -> dict[str, Any]:
 
 
 def _description(path: Path) -> tuple[dict[str, Any], str | None]:
-    """about.json of the checkpoint at `path`, and what is wrong with it; null: nothing."""
+    """Return about.json of the checkpoint at `path`, and its fault; null: none."""
     content, fault = read_description(path / ABOUT)
     if fault is not None:
         return {}, f"{ABOUT} cannot be read: {fault}"
@@ -193,15 +195,15 @@ def _description(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def read_file(directory: Path, name: str) -> bytes | None:
-    """The content of `files[name]` in the newest checkpoint; None where it has no such file. Raises
-    CheckpointBroken for a file that is damaged."""
+    """Return the content of `files[name]` in the newest checkpoint; None if it has no such file.
+    Raises CheckpointBroken for a damaged file."""
     path = newest(directory)
     return None if path is None else read_checked(path, name, about(path))
 
 
 def read_checked(path: Path, name: str, content: Mapping[str, Any]) -> bytes | None:
-    """The file `name` of the checkpoint at `path`; None where it has none. content: its about.json.
-    Raises CheckpointBroken for a file that is damaged."""
+    """Return the file `name` of the checkpoint at `path`; None if it has none. content: its
+    about.json. Raises CheckpointBroken for a damaged file."""
     files = files_of(content)
     if files is None:
         with _readable(path):
@@ -219,7 +221,7 @@ def read_checked(path: Path, name: str, content: Mapping[str, Any]) -> bytes | N
 
 
 def looks_whole(path: Path) -> bool:
-    """True if the checkpoint's description is intact and each file is there with its size."""
+    """Return True if the checkpoint's description is intact and each file exists with its size."""
     content, fault = _description(path)
     files = files_of(content)
     if fault is not None:
@@ -236,8 +238,8 @@ def looks_whole(path: Path) -> bool:
 
 
 def require_whole(path: Path, *, blocks: bool = False) -> None:
-    """Check each file of a checkpoint against its digest. blocks: also the tensors' blocks, which
-    reads all of it. Raises CheckpointBroken for the first file that is missing or damaged."""
+    """Check each file of a checkpoint against its digest. blocks: also check the tensors' blocks,
+    which reads all of it. Raises CheckpointBroken for the first missing or damaged file."""
     content = about(path)
     files = files_of(content)
     if files is None:
@@ -249,7 +251,7 @@ def require_whole(path: Path, *, blocks: bool = False) -> None:
 
 def _require_whole_without_digests(path: Path) -> None:
     try:
-        # Zip files have checksums of their own, which is all that releases without digests wrote.
+        # Zip files have checksums of their own; releases without digests wrote no others.
         with zipfile.ZipFile(path / "state.pt") as file:
             if (torn := file.testzip()) is not None:
                 raise zipfile.BadZipFile(f"{torn} is damaged")
@@ -263,10 +265,10 @@ def _require_whole_without_digests(path: Path) -> None:
 
 
 def damaged(path: Path, what: str) -> CheckpointBroken:
-    """The error for the damaged checkpoint at `path`, with the intact one to use: an older one, or
-    else a newer one."""
+    """Return the error for the damaged checkpoint at `path`. It names an intact one to use: an
+    older one, or else a newer one."""
     others = [one for one in steps(path.parent) if one != path]
-    # A step's folder that was named on the command line may have any name.
+    # The folder of a step that was named on the command line may have any name.
     before = step_of(path) if _NAME.fullmatch(path.name) else -1
     other = _newest_intact([one for one in others if step_of(one) < before])
     # An older one first: steps after the damaged one belong to a run that continued from it.
@@ -294,8 +296,8 @@ def _use_other(other: Path | None, directory: Path) -> str:
 
 
 def refuse_other_moments(path: Path, content: Mapping[str, Any], wanted: str) -> None:
-    """content: about.json of the checkpoint at `path`. wanted: dtype of the moments that Adam keeps
-    here. Raises CheckpointBroken."""
+    """Raise CheckpointBroken if Adam's moments have another dtype in the checkpoint at `path` than
+    `wanted`. content: its about.json."""
     if "adam.exp_avg" not in content.get("parameter_state", ()):
         return
     # Absent in checkpoints of earlier versions.

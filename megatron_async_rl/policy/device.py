@@ -1,16 +1,17 @@
-"""The one place that knows whether there is a GPU.
+"""The only module that depends on whether there is a GPU.
 
-Megatron-Core names CUDA in plain code: `device="cuda"`, `torch.cuda.current_device()`,
-`tensor.cuda()`, streams and the CUDA random generator. `install("cpu")` points those names at the
-CPU, for the life of the process, so that the same Megatron runs over gloo. `install("cuda")`
-patches nothing: it selects this rank's device and disables cuDNN's attention.
+Megatron-Core uses CUDA by name: `device="cuda"`, `torch.cuda.current_device()`, `tensor.cuda()`,
+streams and the CUDA random generator. `install("cpu")` redirects these names to the CPU, for the
+lifetime of the process, so that the same Megatron runs over gloo. `install("cuda")` redirects
+nothing: it selects this rank's device and disables cuDNN's attention.
 
 Invariants:
-- installed once, before a process group or a model exists; a second call must request the same
-  device;
-- only names that say CUDA change meaning: code that never mentions CUDA behaves as before;
-- `torch.cuda.is_available()` keeps telling the truth;
-- where this module is imported first, a start without a GPU does not load torch's compiler.
+- a device is installed once, before a process group or a model exists; a second call must request
+  the same device;
+- only names of CUDA change meaning: code that never mentions CUDA behaves as before;
+- `torch.cuda.is_available()` remains correct;
+- if this module is the first to import Megatron, a start without a GPU does not load torch's
+  compiler.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch
 from torch import Tensor
 
 if not torch.cuda.is_available():
-    # Megatron wraps its fused functions in `torch.compile` as it defines them, which loads the
-    # compiler: a fifth of a trainer's imports, for functions that a CPU does not use.
+    # Megatron applies `torch.compile` to its fused functions at import, which loads the compiler: a
+    # fifth of a trainer's imports, for functions that a CPU does not use.
     compiler, torch.compile = torch.compile, lambda function: function
     try:
         import megatron.core  # noqa: F401
@@ -58,15 +59,14 @@ _installed: str | None = None
 
 
 def launched_rank() -> int:
-    """Global rank given by torchrun; 0 in a process started without it."""
+    """Return the global rank given by torchrun; 0 in a process started without it."""
     return int(os.environ.get("RANK", "0"))
 
 
 def install(device: str) -> str:
-    """`auto` (cuda where there is one), `cpu` or `cuda`. Returns `cpu` or `cuda`.
+    """Install `auto` (cuda if available), `cpu` or `cuda`. Return `cpu` or `cuda`.
 
-    Raises RuntimeError when CUDA is requested and missing, or when another device is already
-    installed.
+    Raises RuntimeError if CUDA is requested and missing, or if another device is already installed.
     """
     global _installed
     chosen = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,8 +92,8 @@ def install(device: str) -> str:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     if chosen == "cpu":
-        # Megatron before any name is replaced: its import loads torch's compiler, which catalogues
-        # torch's functions and must see the originals.
+        # Import Megatron before any name is replaced: its import loads torch's compiler, which
+        # catalogues torch's functions and must find the originals.
         from megatron_async_rl.policy import megatron_private
 
         megatron_private.point_at_cpu(_get_cpu_state, _set_cpu_state)
@@ -105,7 +105,7 @@ def install(device: str) -> str:
 
 
 def device() -> torch.device:
-    """This rank's device. Raises RuntimeError before `install`."""
+    """Return this rank's device. Raises RuntimeError before `install`."""
     if _installed is None:
         raise RuntimeError("device.install has not been called in this process")
     return _CPU if _installed == "cpu" else torch.device("cuda", torch.cuda.current_device())
@@ -124,8 +124,8 @@ def _point_factories_at_cpu() -> None:
 
     _device_constructors()
 
-    # Wrapping the factories, and not a TorchFunctionMode, because a mode doubles the cost of every
-    # small operation and is not seen by other threads.
+    # Wrap the factories instead of using a TorchFunctionMode, because a mode doubles the cost of
+    # every small operation and does not affect other threads.
     def redirect(factory: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(factory)
         def redirected(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ def _point_tensors_at_cpu() -> None:
 
     def reported_type(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            # Megatron's optimizers sort parameters by this name and refuse what is not on a GPU.
+            # Megatron's optimizers sort parameters by this name and refuse those not on a GPU.
             return plain_type(self).replace("torch.", "torch.cuda.", 1)
         return plain_type(self, dtype, *args, **kwargs)
 
@@ -156,7 +156,7 @@ def _point_tensors_at_cpu() -> None:
 
 
 class _Stream:
-    """A stream or event where everything runs in order already."""
+    """Stream or event for a device on which all operations run in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -186,8 +186,8 @@ def _set_cpu_state(state: Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _point_torch_cuda_at_cpu() -> None:
-    # One function object per name: torch's compiler refuses a catalogue with the same object under
-    # two names.
+    # One function object per name, because torch's compiler refuses a catalogue with the same
+    # object under two names.
     def answering(make: Callable[[], Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: make()
 
@@ -195,7 +195,7 @@ def _point_torch_cuda_at_cpu() -> None:
         setattr(torch.cuda, name, answering(lambda: None))
     for name in ("current_stream", "default_stream"):
         setattr(torch.cuda, name, answering(_Stream))
-    # The generator itself: torch.manual_seed would call back into torch.cuda.
+    # The generator itself, because torch.manual_seed would call back into torch.cuda.
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     torch.cuda.current_device = answering(lambda: _CPU)
     torch.cuda.stream = answering(nullcontext)

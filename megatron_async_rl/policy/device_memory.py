@@ -1,17 +1,17 @@
-"""The policy's memory on its device: what holds how much of it, and what is released while engines
-use the device.
+"""The policy's memory on its device: its owners, and the part that is released while engines use
+the device.
 
-    parameters       stay: they are what is published, and what scores
-    optimizer state  moments, float32 masters, and what gradient controls keep between steps go into
-                     twins in host memory, page-locked on CUDA, and come back
-    gradients        are given up: the next step's begin at zero
+    parameters       stay: publishing and scoring need them optimizer state  moments, float32
+    masters, and state of gradient controls between steps are moved to twins in host memory,
+    page-locked on CUDA, and back gradients        are freed: those of the next step begin at zero
 
 Invariants:
-- a round trip changes no bit, and no tensor's identity: references to a tensor stay valid;
-- released, a tensor is its twin: it can be read and saved where it is, and its device storage has 0
-  bytes for all its users;
-- masters that are the model's own parameters stay, as do moments that are in host memory already;
-- a training step on a policy that made room is refused.
+- a round trip changes neither a bit nor the identity of a tensor: references to a tensor stay
+  valid;
+- a released tensor is its twin: it can be read and saved in host memory, and its device storage has
+  0 bytes for all its users;
+- masters that are the model's own parameters stay, as do moments that already are in host memory;
+- a training step on a policy that has released its state is refused.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from megatron_async_rl.policy.megatron_private import gradient_buffers, optimize
 from megatron_async_rl.policy.optimizer import MOMENTS
 
 MEMORY_FREE_TIMEOUT_S, PAUSE_S = 30.0, 0.2
-"""Longest wait for the memory of an engine that was killed, and between two looks."""
+"""Longest wait for the memory of an engine that was killed, and interval between two attempts."""
 
 
 class StateReleased(RuntimeError):
-    """A training step on a policy whose training state is in host memory."""
+    """A training step was requested while the policy's training state is in host memory."""
 
 
 class _MovedTensor(NamedTuple):
-    """tensor: now its twin in host memory. place: as it was; its storage is empty."""
+    """tensor: now its twin in host memory. place: the original, whose storage is empty."""
 
     tensor: Tensor
     place: Tensor
@@ -53,7 +53,8 @@ class _EmptiedStorage(NamedTuple):
 
 
 class DeviceMemory:
-    """wrapped: the model's chunks inside Megatron's DDP. device: of this rank."""
+    """Device memory of a policy. wrapped: the model's chunks inside Megatron's DDP. device: of this
+    rank."""
 
     def __init__(
         self,
@@ -72,14 +73,13 @@ class DeviceMemory:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Release everything on the device but the parameters. Does nothing if already released."""
+        """Release all device memory except the parameters'. Does nothing if already released."""
         if self._released:
             return
         self._released = True
-        # Before a reference of a control is moved, what writes it on a stream of its own is
-        # through.
+        # Before a control's reference is moved, its copies on a separate stream must be complete.
         self._synchronise()
-        # What Adam read: views of the buffers, or float32 copies of them.
+        # Gradients that Adam read: views of the buffers, or float32 copies of them.
         self._optimizer.zero_grad()
         state = [
             tensor
@@ -93,8 +93,8 @@ class DeviceMemory:
             tensor.data = twin
         for place in (*(each.place for each in self._exchanged), *gradient_buffers(self._wrapped)):
             storage = place.untyped_storage()
-            if storage.nbytes():  # else it is another's, too, and empty already
-                # Sizes are kept, because the storage forgets its own.
+            if storage.nbytes():  # otherwise shared with another tensor, and empty already
+                # Sizes are recorded, because an empty storage does not know its former size.
                 self._emptied.append(_EmptiedStorage(storage, storage.nbytes()))
                 storage.resize_(0)
         drop_workspaces(self._wrapped)
@@ -103,10 +103,10 @@ class DeviceMemory:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Return everything to the device. Does nothing if it is there."""
+        """Return all tensors to the device. Does nothing if they are there."""
         if not self._released:
             return
-        # All storages first: several tensors may be views of one.
+        # All storages first, because several tensors may be views of one.
         for storage, nbytes in self._emptied:
             _take(storage, nbytes)
         twins = []
@@ -115,7 +115,7 @@ class DeviceMemory:
             place.copy_(tensor, non_blocking=True)
             tensor.data = place
         for buffer in gradient_buffers(self._wrapped):
-            # New memory holds anything; the next step adds to it.
+            # New memory is not initialised, and the next step adds to it.
             buffer.zero_()
         self._synchronise()  # torch keeps the twins' page-locked memory for the next ones
         self._exchanged.clear()
@@ -123,7 +123,7 @@ class DeviceMemory:
         self._released = False
 
     def require(self) -> None:
-        """Raise StateReleased if the policy made room."""
+        """Raise StateReleased if the training state is released."""
         if self._released:
             raise StateReleased(
                 "the policy's optimizer state is in host memory and its gradients are given up:"
@@ -131,8 +131,8 @@ class DeviceMemory:
             )
 
     def held(self) -> dict[str, int]:
-        """Bytes on this rank's device, by what holds them; of torch's other tensors and of other
-        processes on CUDA alone."""
+        """Return bytes on this rank's device by owner; torch's other tensors and other processes
+        are included only on CUDA."""
         away = {id(each.tensor) for each in self._exchanged}
         seen: set[int] = set()
 
@@ -164,7 +164,7 @@ class DeviceMemory:
         return found
 
     def _state(self) -> Iterator[Tensor]:
-        """Float32 masters that are not the model's own parameters, and moments."""
+        """Yield float32 masters that are not the model's own parameters, and moments."""
         own = {p.untyped_storage().data_ptr() for p in self._plain_parameters()}
         for master in optimizer_parameters(self._optimizer):
             if master.untyped_storage().data_ptr() not in own:
@@ -190,8 +190,8 @@ class DeviceMemory:
 
 
 def _take(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Give a storage its bytes. An engine that was killed a moment ago may have some of them yet:
-    the driver takes them back when the last of its processes is gone."""
+    """Resize a storage to `nbytes`. A recently killed engine may still have memory: the driver
+    reclaims it when the last of the engine's processes has ended."""
     until = time.monotonic() + MEMORY_FREE_TIMEOUT_S
     while True:
         try:
@@ -204,7 +204,8 @@ def _take(storage: torch.UntypedStorage, nbytes: int) -> None:
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory, page-locked of what is on CUDA; there once the device is through."""
+    """Return copies in host memory, page-locked for CUDA tensors; complete once the device is
+    synchronised."""
     try:
         return [
             torch.empty(

@@ -1,5 +1,5 @@
-"""A folder with a description that lists every other file of it with its digests: a checkpoint, an
-exported model. Loads no torch.
+"""A folder with a description that lists every other file of it with its digests: a checkpoint, or
+an exported model. Loads no torch.
 
     "files": {"state.pt": {"bytes": 1261, "digest": "5b0f..."},
               "sharded/__0_0.distcp": {"bytes": 200428, "blocks": ["0 1408 81c2... KEY", ...]}},
@@ -44,14 +44,14 @@ class StoredBlock:
 
     @classmethod
     def parse(cls, text: str) -> StoredBlock:
-        # The key comes last, because it may hold spaces.
+        # The key comes last, because it may contain spaces.
         offset, length, held, key = text.split(" ", 3)
         return cls(int(offset), int(length), held, key)
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Content that a file of a checkpoint must have. `digest`: null where `blocks` have theirs."""
+    """Required content of a checkpoint's file. `digest`: null if `blocks` have digests."""
 
     size: int
     digest: str | None = None
@@ -63,7 +63,7 @@ class StoredFile:
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[StoredBlock]) -> StoredFile:
-        # In file order: checks then read forwards.
+        # In file order, so that checks read forwards.
         ordered = tuple(sorted(blocks, key=lambda block: block.offset))
         return cls(sum(block.length for block in ordered), None, ordered)
 
@@ -78,7 +78,7 @@ class StoredFile:
         return {"bytes": self.size, "blocks": [str(block) for block in self.blocks]}
 
     def fault(self, content: bytes) -> str | None:
-        """The difference between `content` and what the file must hold; null: none."""
+        """Return the difference between `content` and the required content; null: none."""
         if len(content) != self.size:
             return f"it has {len(content)} bytes of {self.size}"
         if self.digest is not None and digest(content) != self.digest:
@@ -87,8 +87,8 @@ class StoredFile:
 
 
 def described(content: Mapping[str, Any], files: Mapping[str, StoredFile]) -> str:
-    """The text of about.json."""
-    # Files sorted and the digest last: the text is a function of the content.
+    """Return the text of about.json."""
+    # Files sorted and the digest last, so that the text is a function of the content.
     whole = {**content, "files": {name: files[name].as_json() for name in sorted(files)}}
     return _text({**whole, "digest": digest(_text(whole).encode())})
 
@@ -98,14 +98,14 @@ def _text(content: Mapping[str, Any]) -> str:
 
 
 def files_of(content: Mapping[str, Any]) -> dict[str, StoredFile] | None:
-    """The files that a description lists; null in one of a release without digests."""
+    """Return the files that a description lists; null for a release without digests."""
     if "files" not in content:
         return None
     return {name: StoredFile.parse(entry) for name, entry in content["files"].items()}
 
 
 def read_description(file: Path) -> tuple[dict[str, Any], str | None]:
-    """The content of a description, and what is wrong with it; null: nothing."""
+    """Return the content of a description, and its fault; null: none."""
     try:
         text = file.read_text(encoding="utf-8")
         content = json.loads(text)
@@ -115,7 +115,7 @@ def read_description(file: Path) -> tuple[dict[str, Any], str | None]:
         return {}, "it holds no mapping"
     if not {"digest", "files"} & content.keys():
         return content, None
-    # The exact text, so that no byte of the file is outside the digest.
+    # The exact text, so that the digest covers every byte of the file.
     rest = {name: value for name, value in content.items() if name != "digest"}
     if _text(content) != text or content.get("digest") != digest(_text(rest).encode()):
         return {}, CHANGED
@@ -123,8 +123,8 @@ def read_description(file: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def faults(folder: Path, files: Mapping[str, StoredFile], *, blocks: bool) -> Iterator[str]:
-    """Files of `folder` that are missing or damaged. blocks: check blocks too, which reads all of
-    the folder."""
+    """Yield the files of `folder` that are missing or damaged. blocks: also check blocks, which
+    reads the whole folder."""
     for name, file in files.items():
         if (fault := _fault_of_file(folder / name, file)) is not None:
             yield f"{name}: {fault}"
@@ -137,7 +137,7 @@ def faults(folder: Path, files: Mapping[str, StoredFile], *, blocks: bool) -> It
         for start in range(min(READERS, len(file.blocks)))
     ]
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
-        # Threads: reading and hashing release the interpreter's lock.
+        # Threads, because reading and hashing release the interpreter's lock.
         found = pool.map(lambda piece: _fault_of_blocks(folder / piece[0], piece[1]), pieces)
         for (name, _), fault in zip(pieces, found, strict=True):
             if fault is not None:
@@ -145,9 +145,9 @@ def faults(folder: Path, files: Mapping[str, StoredFile], *, blocks: bool) -> It
 
 
 def require_export(folder: Path, key: str) -> None:
-    """Check every file of a model that this package exported. A model from elsewhere has no
-    digests and passes. key: the option that names the folder. Raises UserError for the first file
-    that is missing or has changed."""
+    """Check every file of a model that this package exported. Other models have no digests and
+    pass. key: the option that names the folder. Raises UserError for the first file that is missing
+    or has changed."""
     if not (folder / DIGESTS).exists():
         return
     content, fault = read_description(folder / DIGESTS)
@@ -164,7 +164,7 @@ def require_export(folder: Path, key: str) -> None:
 
 def _fault_of_file(path: Path, file: StoredFile) -> str | None:
     try:
-        # The size first: it costs no read.
+        # Compare the size first, because this needs no read.
         size = path.stat().st_size
         if size != file.size:
             return f"it has {size} bytes of {file.size}"
@@ -188,16 +188,16 @@ def _fault_of_blocks(path: Path, blocks: Sequence[StoredBlock]) -> str | None:
 
 
 class BlockReader:
-    """Reads blocks one after another into the same memory: new memory for each would take longer
-    than its digest."""
+    """Reader of blocks, one after another, into the same memory: allocating memory for each would
+    take longer than its digest."""
 
     def __init__(self) -> None:
         self._room = memoryview(bytearray())
 
     def read(self, file: BinaryIO, block: StoredBlock) -> memoryview:
-        """The bytes of the block in its file, valid until the next call."""
+        """Return the bytes of the block in its file, valid until the next call."""
         if len(self._room) < block.length:
-            # Grows to the largest block and is reused.
+            # The buffer grows to the largest block and is reused.
             self._room = memoryview(bytearray(block.length))
         file.seek(block.offset)
         content = self._room[: block.length]
@@ -205,7 +205,7 @@ class BlockReader:
 
 
 def block_fault(content: Buffer, block: StoredBlock) -> str | None:
-    """The difference between `content` and the block; null: none."""
+    """Return the difference between `content` and the block; null: none."""
     if memoryview(content).nbytes == block.length and digest(content) == block.digest:
         return None
     last = block.offset + block.length - 1

@@ -1,16 +1,16 @@
-"""Micro-batches through Megatron's schedule: hidden states -> log-probs of response tokens ->
-whatever consumes them.
+"""Micro-batches through Megatron's schedule: hidden states -> log-probs of response tokens -> a
+function that consumes them.
 
 Invariants:
-- logits exist for the positions that predict response tokens only, a chunk of them at a time, and
-  only on the last pipeline stage;
+- logits exist only for positions that predict response tokens, one chunk at a time, and only on the
+  last pipeline stage;
 - the schedule (plain, or 1F1B over pipeline stages, interleaved over virtual ones) is Megatron's
   own; losses are summed over micro-batches, undivided;
 - every rank of a pipeline runs the same micro-batches in the same order;
 - with `overlap_param_gather` weights are gathered during the forward pass after `weights_moved`,
-  and at no other time: passes that some ranks alone make find them gathered. Other readers call
+  and at no other time, so passes on only some ranks find them gathered. Other readers call
   `gather_weights` first;
-- what consumes outputs sees those of all response tokens, on every context-parallel rank.
+- the consumer gets the outputs of all response tokens, on every context-parallel rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TokenOutputs:
     """The model's outputs at a micro-batch's N response tokens. logp, entropy, values: with
     gradient in training.
 
-    values: [N] of the value head; None where the objective has none.
+    values: [N] of the value head; None if the objective has none.
     """
 
     logp: Tensor
@@ -56,12 +56,12 @@ class TokenOutputs:
 
 
 Consume = Callable[[MicroBatch, TokenOutputs], Tensor]
-"""(micro-batch, outputs) -> its part of the loss, a scalar. Runs on the last stage only."""
+"""(micro-batch, outputs) -> its part of the loss, a scalar. Runs only on the last stage."""
 
 
 class Schedule:
     """Runs micro-batches through this rank's stage. `wrapped`: the chunks of `model` inside
-    Megatron's DDP. `routing`: null where every pass chooses its experts, or the model has none."""
+    Megatron's DDP. `routing`: null if every pass chooses its experts, or the model has none."""
 
     def __init__(
         self,
@@ -87,21 +87,21 @@ class Schedule:
             set_gathered(wrapped, True)
 
     def weights_moved(self) -> None:
-        """The optimizer has made a step."""
+        """Record that the optimizer has made a step."""
         if self._gathers_late:
             self._moved = True
             set_gathered(self.chunks, False)
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """The weights are those of the last step on every rank. Collective over the world."""
+        """Gather the weights of the last step on every rank. Collective over the world."""
         if self._moved:
             self._moved = False
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], consume: Consume) -> None:
-        """Leave the gradient of the summed losses in the gradient buffers, reduced. Collective
+        """Compute the reduced gradient of the summed losses in the gradient buffers. Collective
         over the world."""
         self.clear()
         self.accumulate(micro_batches, consume)
@@ -113,8 +113,8 @@ class Schedule:
             chunk.zero_grad_buffer()
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], consume: Consume) -> None:
-        """Add this rank's own part of the gradient to its buffers. Collective over the ranks of
-        one model replica."""
+        """Add this rank's own part of the gradient to its buffers. Collective over the ranks of one
+        model replica."""
         for chunk in self.chunks:
             chunk.train()
 
@@ -129,8 +129,8 @@ class Schedule:
             )
 
         config = self.model.config
-        # Megatron's schedule would reduce at its end, each time.
-        # Ours reduces once, in `reduce`, after all `accumulate` calls of a step.
+        # Megatron's schedule would reduce at its end, each time. `reduce` does so once, after all
+        # `accumulate` calls of a step.
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
         try:
             self._run(micro_batches, loss, forward_only=False)
@@ -147,15 +147,15 @@ class Schedule:
         over the world."""
         self.model.config.finalize_model_grads_func(list(self.chunks))
         if self._gathers_late:
-            # Megatron takes the end of a reduction for that of a step.
+            # Megatron mistakes the end of a reduction for that of a step.
             set_gathered(self.chunks, True)
 
     @torch.no_grad()
     def forward(
         self, micro_batches: Sequence[MicroBatch], routing: RoutingPass = "replay"
     ) -> list[tuple[MicroBatch, TokenOutputs]]:
-        """Outputs of the micro-batches in order on the last stage; an empty list on the others.
-        Collective over a pipeline."""
+        """Return the outputs of the micro-batches in order on the last stage; an empty list on the
+        others. Collective over a pipeline."""
 
         def collect(
             micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool
@@ -163,7 +163,7 @@ class Schedule:
             return micro_batch, self._outputs(micro_batch, hidden)
 
         for chunk in self.chunks:
-            # Without dropout of adapters: log-probs of a batch do not depend on a random state.
+            # Without dropout of adapters, so that log-probs do not depend on a random state.
             chunk.eval()
         return self._run(micro_batches, collect, forward_only=True, routing=routing)
 
@@ -175,7 +175,7 @@ class Schedule:
         forward_only: bool,
         routing: RoutingPass = "replay",
     ) -> list[Any]:
-        # Megatron's routers count the tokens that go to each expert, and padding is not one.
+        # Megatron's routers count the tokens of each expert, and padding must not count.
         masked = bool(self.model.config.num_moe_experts)
 
         def step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -201,7 +201,7 @@ class Schedule:
             data_iterator=[iter(micro_batches) for _ in self.chunks],
             model=list(self.chunks),
             num_microbatches=len(micro_batches),
-            # Of the first micro-batch; `StageMessages` knows the others.
+            # That of the first micro-batch; `StageMessages` knows the others.
             seq_length=length * self.layout.cp_size,
             micro_batch_size=rows,
             forward_only=forward_only,
@@ -217,11 +217,11 @@ class Schedule:
         return results
 
     def _outputs(self, micro_batch: MicroBatch, hidden: Tensor) -> TokenOutputs:
-        """From hidden [B, L, H] of the last stage. Collective over tensor- and context-parallel
-        ranks."""
+        """Return the outputs from hidden [B, L, H] of the last stage. Collective over tensor- and
+        context-parallel ranks."""
         batch, length, width = hidden.shape
         # Rows in the memory order of the stage's output, [L, B, H], so that the selection copies
-        # nothing else.
+        # only the selected rows.
         position = micro_batch.rows % length * batch + micro_batch.rows // length
         selected = hidden.transpose(0, 1).reshape(length * batch, width).index_select(0, position)
         weight, places = self.model.output_weight(), micro_batch.places
@@ -241,18 +241,18 @@ class Schedule:
         values = None if head is None else head(selected)
         if places is None:
             return TokenOutputs(logp, entropy, sum_p_squared, values)
-        # One gather for all outputs: each would be a collective per micro-batch.
+        # One gather for all outputs, because each gather is a collective per micro-batch.
         own = torch.stack((logp, entropy, sum_p_squared, *([] if values is None else [values])))
         tokens = len(micro_batch.targets)
         logp, entropy, squares, *rest = gather_outputs(own, places, tokens, self.layout.cp_group)
-        # `sum_p_squared` has no gradient; the gather gave it one.
+        # `sum_p_squared` has no gradient, but the gather gave it one.
         return TokenOutputs(logp, entropy, squares.detach(), *rest)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """Megatron's gradient buffer, where it may be added to directly; next to a bfloat16 one,
-        where each chunk of tokens would round, a float32 tensor of `accumulate`'s. Null where
-        autograd is to have the gradient: while buffers are reduced during the backward pass,
-        Megatron requires it to have every one."""
+        """Return the buffer to which the weight's gradient may be added directly: Megatron's; or,
+        if that is bfloat16 and would round each chunk of tokens, a float32 tensor of `accumulate`.
+        Null if autograd must get the gradient: while buffers are reduced during the backward pass,
+        Megatron requires that it gets every one."""
         settings = getattr(self.chunks[-1], "ddp_config", None)
         buffer: Tensor | None = getattr(parameter, "main_grad", None)
         if settings is None or settings.overlap_grad_reduce or buffer is None:
@@ -265,18 +265,18 @@ class Schedule:
 
 
 class StageMessages(P2PCommunicator):
-    """Messages between pipeline stages in one run of a schedule, where micro-batches differ in
-    shape.
+    """Messages between pipeline stages in one run of a schedule, for micro-batches of different
+    shapes.
 
-    Megatron announces each tensor's shape by a message of its own, and waits for it. Between two
-    interleaved stages that goes wrong twice: the next stage is also the previous one, so that the
-    shape of a gradient is taken for that of an activation; and a stage that waits until its
-    announcement is read keeps one waiting that sends to it. Nothing has to be announced here: every
-    rank of a pipeline knows the micro-batches, and the schedule defines the order of their tensors.
+    Megatron announces each tensor's shape by a separate message, and waits for it. Between two
+    interleaved stages this fails for two reasons. The next stage is also the previous one, so the
+    shape of a gradient is mistaken for that of an activation. And a stage that waits until its
+    announcement is read blocks a stage that sends to it. No announcement is needed here: every rank
+    of a pipeline knows the micro-batches, and the schedule defines the order of their tensors.
 
-    Activations come for every (micro-batch, chunk) in the schedule's order; to the first rank,
-    which gets them from the last one for its own next chunk, those of all chunks but the last: of
-    one chunk, none. Gradients are the same, with the last rank as the source.
+    Activations arrive for every (micro-batch, chunk) in the schedule's order. The first rank gets
+    them from the last rank for its own next chunk, so it gets those of all chunks but the last;
+    with one chunk it gets none. For gradients, the first and the last rank exchange their roles.
 
     shapes: [length, rows, hidden] of each micro-batch's tensor between stages, in order.
     """
@@ -300,8 +300,8 @@ class StageMessages(P2PCommunicator):
 
 
 def stage_messages(config: Any, micro_batches: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Keyword arguments of Megatron's schedule: the communicator, and the groups that it then
-    needs.
+    """Return keyword arguments of Megatron's schedule: the communicator, and the groups that it
+    then needs.
 
     config: Megatron's, of the model. micro_batches: (rows, length) of each.
     """

@@ -1,13 +1,13 @@
 """FP8 GEMMs: Megatron's settings for a recipe, FP8 weights, and the state of delayed scaling.
 
 Megatron enters Transformer Engine's recipe around each layer (for `delayed` around all of them),
-and around the building of layers with FP8 weights; Transformer Engine rounds.
+and around the construction of layers with FP8 weights; Transformer Engine does the rounding.
 
 Invariants:
-- an FP8 weight is a function of Adam's float32 weights (optimizer.py), so copies and
-  checkpoints hold those, and no other module knows how its bytes and scales lie;
-- a weight that is not is rounded in every forward pass, from what is in place then: nothing that
-  Transformer Engine keeps outlives a change of the weights (`disable_parameter_transpose_cache`).
+- an FP8 weight is a function of Adam's float32 weights (optimizer.py), so copies and checkpoints
+  contain those, and no other module depends on the layout of its bytes and scales;
+- other weights are rounded in every forward pass, from their present values: no rounded copy in
+  Transformer Engine survives a change of the weights (`disable_parameter_transpose_cache`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.policy.parallel import Layout
 
 HISTORY = 1024
-"""Passes whose largest value scales a tensor under `delayed`, Transformer Engine's own number."""
+"""Number of passes whose largest value scales a tensor under `delayed`; Transformer Engine's
+own."""
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
-"""Keys of a Transformer Engine module's `fp8_meta` that hold the state of delayed scaling."""
+"""Keys of a Transformer Engine module's `fp8_meta` that contain the state of delayed scaling."""
 
 
 def megatron_settings(fp8: Fp8Config | None) -> dict[str, Any]:
-    """Changes to Megatron's TransformerConfig."""
+    """Return changes to Megatron's TransformerConfig."""
     if fp8 is None:
         return {}
     kept = fp8.first_last_layers_bf16
@@ -50,7 +51,7 @@ def megatron_settings(fp8: Fp8Config | None) -> dict[str, Any]:
 
 
 def refuse_device(fp8: Fp8Config | None, layout: Layout) -> None:
-    """Raise UserError where this rank's GPU, or the CUDA of its torch, lacks the recipe."""
+    """Raise UserError if this rank's GPU, or the CUDA version of its torch, lacks the recipe."""
     if fp8 is None:
         return
     capability = (
@@ -67,21 +68,21 @@ def refuse_device(fp8: Fp8Config | None, layout: Layout) -> None:
 
 
 def is_quantised(parameter: Tensor) -> bool:
-    """True for an FP8 weight."""
+    """Return True for an FP8 weight."""
     return bool(is_float8tensor(parameter))
 
 
 def plain(parameter: Tensor) -> Tensor:
-    """The weight's values in the model's dtype, without gradient: the parameter itself, or for FP8
-    weights a dequantised tensor, which holds the numbers that a GEMM reads, in that dtype."""
+    """Return the weight's values in the model's dtype, without gradient: the parameter itself, or
+    for FP8 weights a dequantised tensor with the numbers that a GEMM reads."""
     values: Tensor = parameter.detach()
     return values.dequantize() if is_quantised(parameter) else values
 
 
 def delayed_state(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """State of delayed scaling from earlier passes: of each module that has scaled
-    something, its scales and the largest values of its newest passes, on the CPU, by chunk, module
-    and direction. Empty under other recipes, which learn nothing."""
+    """Return the state of delayed scaling from earlier passes, on the CPU, by chunk, module and
+    direction: the scales of each module that has scaled a tensor, and the largest values of its
+    newest passes. Empty under other recipes, which have no state."""
     return {
         f"{name}.{direction}.{part}": getattr(meta[direction], part).detach().cpu().clone()
         for name, module in _scaling_modules(chunks)
@@ -95,14 +96,14 @@ def delayed_state(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
 def restore_delayed_state(
     chunks: Sequence[nn.Module], state: Mapping[str, Tensor], config: Any
 ) -> None:
-    """Undo `delayed_state`, on modules that have scaled nothing yet, too. config: Megatron's.
-    Raises KeyError where the state is of other modules."""
+    """Restore the result of `delayed_state`, also in modules that have scaled nothing yet. config:
+    Megatron's. Raises KeyError if the state belongs to other modules."""
     if not state:
         return
     modules, recipe = dict(_scaling_modules(chunks)), get_fp8_recipe(config)
     for name in sorted({key.rsplit(".", 2)[0] for key in state}):
         module = modules[name]
-        # Transformer Engine would set both at the first forward pass, and discard restored state.
+        # Otherwise Transformer Engine sets both at the first forward pass, and discards the state.
         module.fp8_meta["recipe"] = recipe
         module.fp8_meta.setdefault("num_gemms", getattr(module, "num_gemms", 1))
         module.init_fp8_meta_tensors(recipe)
@@ -113,12 +114,12 @@ def restore_delayed_state(
 
 def drop_workspaces(chunks: Sequence[nn.Module]) -> None:
     """Drop the FP8 weights that modules of Transformer Engine keep from one micro-batch to the
-    next; a step makes them again."""
+    next; a step computes them again."""
     for chunk in chunks:
         for module in chunk.modules():
             workspaces = getattr(module, "_fp8_workspaces", None)
             if workspaces is not None:
-                # Device memory, which engines need while the policy makes room.
+                # This is device memory that engines need while the policy's state is released.
                 workspaces.clear()
 
 

@@ -1,7 +1,7 @@
-"""The families of transformer layers: Megatron's own, on torch's kernels and any device, and
+"""Families of transformer layers: Megatron's own, on torch's kernels and any device, and
 Transformer Engine's, on CUDA.
 
-A model has the same parameters in both, under other names:
+A model has the same parameters in both families, under different names:
 
     local, and everywhere outside a family          transformer_engine
     input_layernorm.weight                          self_attention.linear_qkv.layer_norm_weight
@@ -9,24 +9,24 @@ A model has the same parameters in both, under other names:
     mlp.experts.local_experts.3.linear_fc1.weight   mlp.experts.linear_fc1.weight3
 
 Invariants:
-- no other module knows a family's own names: Hugging Face's names, messages and whatever else
-  leaves a rank come from canonical ones, and checkpoints have CHECKPOINT_KEYS for both families;
-- a parameter has one shape and one cut over tensor-parallel ranks in both: what is loaded, exported
-  or saved with one goes bit for bit into the other;
-- supported.py lists the models and settings that a family does not compute; nothing here
+- no other module uses a family's own names: Hugging Face's names, messages and all other data that
+  leaves a rank use canonical ones, and checkpoints have CHECKPOINT_KEYS for both families;
+- a parameter has the same shape and the same cut over tensor-parallel ranks in both, so a parameter
+  that one family has loaded, exported or saved fits the other bit for bit;
+- supported.py lists the models and settings that a family does not compute; no layer here
   approximates one.
 
-Local layers on CUDA use NVIDIA Apex's kernels, where Apex is built with its extensions:
-- weight gradients: the product adds to Megatron's float32 buffer. Without it the product is rounded
-  to bfloat16 in memory of its own, and a second kernel adds that to the buffer;
-- RMSNorm: one kernel each way;
-- Adam: Megatron itself takes Apex's FusedAdam where Transformer Engine is not installed.
+Local layers on CUDA use NVIDIA Apex's kernels if Apex is built with its extensions:
+- weight gradients: the product adds to Megatron's float32 buffer. Without Apex the product is
+  rounded to bfloat16 in separate memory, and a second kernel adds it to the buffer;
+- RMSNorm: one kernel for each direction;
+- Adam: Megatron itself uses Apex's FusedAdam if Transformer Engine is not installed.
 
 Transformer Engine's layers have such kernels of their own.
 
 Invariants of Apex's kernels:
-- without Apex everything works, on torch's kernels, with the same results up to rounding;
-- float32 models use torch's kernels alone, so a GPU computes what a CPU does;
+- without Apex torch's kernels compute everything, with the same results up to rounding;
+- float32 models only use torch's kernels, so a GPU computes the same as a CPU;
 - adapters (policy.lora) need no gradient of the weights that they adapt.
 """
 
@@ -50,39 +50,39 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_async_rl.policy.supported import APEX_WEIGHT_GRADIENTS, LayerFamily
+from megatron_async_rl.policy.families import APEX_WEIGHT_GRADIENTS, LayerFamily
 
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Name of a norm that Transformer Engine fuses with the following GEMM -> name of the norm
-alone."""
+"""Name of a norm that Transformer Engine fuses with the following GEMM -> name of the separate
+norm."""
 CHECKPOINT_KEYS = {norm: fused for fused, norm in FUSED_NORMS.items()}
-"""Beginnings of a layer's parameters -> those of their keys in a checkpoint, for every family."""
+"""Prefixes of a layer's parameters -> prefixes of their keys in a checkpoint, for every family."""
 GROUPED_EXPERT = re.compile(r"(?<=\.mlp\.experts\.)(\w+)\.(weight|bias)(\d+)$")
 
 
 class Layers(ABC):
-    """How a family builds a transformer layer, and what it calls the layer's parameters."""
+    """Construction of a family's transformer layer, and names of the layer's parameters."""
 
     name: ClassVar[LayerFamily]
 
     @abstractmethod
     def settings(self, dtype: torch.dtype, device_type: str, *, lora: bool) -> Mapping[str, Any]:
-        """Changes to Megatron's configuration, as bridge.py makes it."""
+        """Return changes to the Megatron configuration that bridge.py makes."""
 
     @abstractmethod
     def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """The norm that stands alone. own: the model's on torch's kernels."""
+        """Return the norm outside the layers. own: the model's norm on torch's kernels."""
 
     @abstractmethod
     def layer(self, config: TransformerConfig, own: Callable[..., Any]) -> ModuleSpec:
-        """One layer, with Megatron's attention. own: as `norm`."""
+        """Return one layer, with Megatron's attention. own: as for `norm`."""
 
     @abstractmethod
     def canonical(self, name: str) -> str:
-        """The parameter's name in the local family, of its name in this one."""
+        """Return a parameter's name in the local family from its name in this family."""
 
     @abstractmethod
     def finish(self, chunk: torch.nn.Module) -> None:
@@ -119,22 +119,22 @@ class LocalLayers(Layers):
         return name
 
     def finish(self, chunk: torch.nn.Module) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class TransformerEngineLayers(Layers):
-    """Transformer Engine's layers: a norm and the product behind it are one module, all experts of
-    a rank one grouped product; gate and rotation are one kernel each."""
+    """Transformer Engine's layers: a norm and the following GEMM are one module, all experts of a
+    rank are one grouped GEMM, and gate and rotation are one kernel each."""
 
     name = "transformer_engine"
     SETTINGS: ClassVar[Mapping[str, Any]] = {
         "bias_activation_fusion": True,
         "apply_rope_fusion": True,
         "moe_grouped_gemm": True,
-        # A token's experts are added up in one order; torch's scatter on CUDA has none.
+        # Adds up a token's experts in a fixed order, unlike torch's scatter on CUDA.
         "moe_permute_fusion": True,
-        # Otherwise the first micro-batch of a forward-backward pass overwrites the gradient that
-        # `finish` has products add to, and what an earlier pass left there is lost.
+        # Otherwise the first micro-batch of a forward-backward pass overwrites the gradient to
+        # which `finish` lets GEMMs add, and the gradient of an earlier pass is lost.
         "disable_parameter_transpose_cache": True,
     }
 
@@ -142,7 +142,7 @@ class TransformerEngineLayers(Layers):
         return self.SETTINGS
 
     def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        # Families with norms of their own use local layers (supported.py).
+        # Families with norms of their own use local layers (families/).
         assert own is RMSNorm, f"Transformer Engine has no {own}"
         return TENorm
 
@@ -159,8 +159,8 @@ class TransformerEngineLayers(Layers):
         return GROUPED_EXPERT.sub(r"local_experts.\3.\1.\2", name)
 
     def finish(self, chunk: torch.nn.Module) -> None:
-        """Weight gradients go from the product into Megatron's float32 buffers. By Megatron's own
-        setting the output layer would need that too, which it has from Apex alone."""
+        """Make GEMMs add weight gradients directly to Megatron's float32 buffers. Megatron's own
+        setting would require this of the output layer, too, which only Apex supports."""
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
@@ -172,9 +172,9 @@ LAYERS: Mapping[LayerFamily, Layers] = {
 
 
 def with_bias(linear: Callable[..., Any]) -> Callable[..., Any]:
-    """The constructor of a row-parallel product, with a bias in a layer whose other products have
-    none. Each tensor-parallel rank has the whole bias, and adds it once, after the sum over
-    ranks."""
+    """Return the constructor of a row-parallel linear layer with a bias, for transformer layers
+    whose other linear layers have none. Each tensor-parallel rank has the whole bias, and adds it
+    once, after the sum over ranks."""
 
     def build(*args: Any, bias: bool, **kwargs: Any) -> Any:
         # Megatron passes the model-wide `bias: false` here.
@@ -184,10 +184,10 @@ def with_bias(linear: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, or Apex's kernel of it, under Megatron's constructor.
+    """torch's RMSNorm, or Apex's kernel for it, with Megatron's constructor.
 
     Its weight is marked `sequence_parallel` so that Megatron sums its gradient over tensor-parallel
-    ranks, since each sees only a part of the sequence.
+    ranks, since each rank reads only a part of the sequence.
     """
 
     def __init__(
@@ -205,14 +205,14 @@ class RMSNorm(torch.nn.RMSNorm):
         return self.normalised(hidden, self.weight)
 
     def normalised(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """The norm of `hidden`, by `weight`, in their common dtype."""
+        """Return the norm of `hidden` with `weight`, in their common dtype."""
         if self.kernel is not None:
             return self.kernel(hidden, weight, self.normalized_shape, self.eps)
         return F.rms_norm(hidden, self.normalized_shape, weight, self.eps)
 
 
 class GemmaNorm(RMSNorm):
-    """Gemma's, in float32 and with weights that stand for their distance from 1."""
+    """Gemma's norm, in float32; its weights are relative to 1."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         found = self.normalised(hidden.float(), 1.0 + self.weight.float())
@@ -220,15 +220,15 @@ class GemmaNorm(RMSNorm):
 
 
 class NormedAdd(GemmaNorm):
-    """The norm of what attention or the MLP gave, and then the residual sum: with the interface of
-    Megatron's sum with bias and dropout, which it replaces; Gemma has neither."""
+    """The norm of the output of attention or the MLP, followed by the residual sum. It has the
+    interface of Megatron's sum with bias and dropout, which it replaces; Gemma has neither."""
 
     def forward(  # type: ignore[override]
         self, training: bool, fused: bool
     ) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
         def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
             output, _ = output_and_bias
-            # Megatron turns gradients on around this sum, also where scoring has them off.
+            # Megatron enables gradients around this sum, even if scoring has disabled them.
             with torch.set_grad_enabled(output.requires_grad):
                 return residual + GemmaNorm.forward(self, output)
 
@@ -241,13 +241,13 @@ Norm = Callable[[Tensor, Tensor, tuple[int, ...], float], Tensor]
 
 
 def apex_settings(dtype: torch.dtype, device_type: str, *, lora: bool) -> Mapping[str, Any]:
-    """Changes to Megatron's configuration for local layers."""
+    """Return changes to Megatron's configuration for local layers."""
     fused = apex_applies(dtype, device_type) and not lora and _imports(APEX_WEIGHT_GRADIENTS)
     return {"gradient_accumulation_fusion": True} if fused else {}
 
 
 def apex_norm(dtype: torch.dtype, device_type: str) -> Norm | None:
-    """Apex's RMSNorm for a model in `dtype`; null where torch's applies."""
+    """Return Apex's RMSNorm for a model in `dtype`; null if torch's applies."""
     if not apex_applies(dtype, device_type) or not _imports(NORMS):
         return None
     kernel: Norm = import_module("apex.normalization.fused_layer_norm").fused_rms_norm_affine
@@ -255,13 +255,13 @@ def apex_norm(dtype: torch.dtype, device_type: str) -> Norm | None:
 
 
 def apex_applies(dtype: torch.dtype, device_type: str) -> bool:
-    """True where the kernels are worth a look: they are CUDA's, and for bfloat16 models here."""
+    """Return True if the kernels can be used: they need CUDA and, here, a bfloat16 model."""
     return device_type == "cuda" and dtype == torch.bfloat16
 
 
 @cache
 def _imports(extension: str) -> bool:
-    """True where the extension is there and was built for this torch."""
+    """Return True if the extension exists and was built for this torch."""
     try:
         import_module(extension)
     except ImportError:

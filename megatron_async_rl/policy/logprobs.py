@@ -1,4 +1,4 @@
-"""Log-probs and entropy of target tokens from hidden states, with the vocabulary cut over
+"""Log-probs and entropy of target tokens from hidden states, with the vocabulary divided over
 tensor-parallel ranks.
 
 For logits z = W h / temperature over the true vocabulary, L = log sum_v exp z_v, p_v = exp(z_v -
@@ -12,31 +12,32 @@ L):
     d entropy / d z_v = -p_v (log p_v + entropy)
     sum_p_squared has no gradient.
 
-A rank r that holds part of the vocabulary has its own L_r, H_r and S_r of the same three kinds
-under its own softmax; with w_r = exp(L_r - L) they add up: entropy = sum_r w_r (H_r + L - L_r), and
+A rank r with a part of the vocabulary computes the same three quantities L_r, H_r and S_r under its
+own softmax. With w_r = exp(L_r - L) they add up: entropy = sum_r w_r (H_r + L - L_r), and
 sum_p_squared = sum_r w_r^2 S_r.
 
-The gradient's matrix is made in the forward pass, where p is at hand: p_v - [v = target] of the
-first tokens is kept for the backward, which is two products then. Of the tokens that find no room
-the backward makes the logits again, a third product.
+The matrix of the gradient is computed in the forward pass, where p is available: p_v - [v = target]
+of the first tokens is kept for the backward pass, which then needs two GEMMs. For tokens that do
+not fit, the backward pass computes the logits again, with a third GEMM.
 
 Invariants:
-- logits exist for `chunk` tokens at a time, [chunk, V/tp] float32, and no rank sees another's. With
-  what is kept they take no more memory than LOGIT_COPIES of these: room for two chunks' tokens of
-  float32 models, for three of bfloat16 ones;
-- logits are not rounded to the model's type before the softmax; the weight's gradient is summed in
-  float32. No tensor of the weight's size is made where `weight_gradient` is given; else each
-  backward makes one, and a copy of the weight's type for autograd;
-- one collective forward (four numbers per token and rank) and one backward (the sum of the hidden
-  states' gradient), however many chunks there are, and nothing that waits for the device;
-- padding rows of the vocabulary enter no sum and get no gradient;
-- a chunk's products are sums of exact products in the result's type on every device, and what is
-  made float32 for them is one block of the vocabulary at a time, never the whole weight.
+- logits exist for `chunk` tokens at a time, [chunk, V/tp] float32, and no rank has another's. With
+  the kept matrices they use at most the memory of LOGIT_COPIES such chunks: room for the tokens of
+  two chunks in float32 models, of three in bfloat16 ones;
+- logits are not rounded to the model's dtype before the softmax; the weight's gradient is summed in
+  float32. No tensor of the weight's size is allocated if `weight_gradient` is given; otherwise each
+  backward pass allocates one, and a copy in the weight's dtype for autograd;
+- one collective in the forward pass (four numbers per token and rank) and one in the backward pass
+  (the sum of the hidden states' gradient), whatever the number of chunks, and no wait for the
+  device;
+- padding rows of the vocabulary are in no sum and get no gradient;
+- a chunk's GEMMs are sums of exact products in the result's dtype on every device. Only one block
+  of the vocabulary at a time is converted to float32 for them, never the whole weight.
 
-torch multiplies bfloat16 operands into float32 on CUDA only. On the CPU the operands are converted
-to float32, which is exact, and the product is marked as exact in bfloat16: a processor with
-bfloat16 instructions (AMX, AVX512-BF16) then uses them with float32 sums, others multiply float32.
-The mark is a setting of the process, so it is set only while such a product runs.
+torch multiplies bfloat16 operands into float32 only on CUDA. On the CPU the operands are converted
+to float32, which is exact, and the GEMM is marked as exact in bfloat16: a processor with bfloat16
+instructions (AMX, AVX512-BF16) then uses them with float32 sums, others multiply float32. The mark
+is a setting of the process, so it is set only while such a GEMM runs.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 LOGIT_COPIES = 3
-"""Chunks of float32 logits whose memory is used; the plan of memory counts on it."""
+"""Chunks of float32 logits whose memory is used; the memory plan depends on it."""
 
 
 def vocab_parallel_logprobs(
@@ -65,14 +66,14 @@ def vocab_parallel_logprobs(
     vocab_size: int,
     weight_gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp [N], entropy [N], sum_p_squared [N]), float32 (float64 for float64 hidden states), in
-    nats; the first two with gradient.
+    """Return (logp [N], entropy [N], sum_p_squared [N]), float32 (float64 for float64 hidden
+    states), in nats; the first two with gradient.
 
     hidden: [N, H], equal on all ranks of `group`; its gradient is summed over them. weight: [V/tp,
     H], this rank's rows of the output layer, ranks in order of the vocabulary; its gradient is
     local. targets: [N] int64 in 0..vocab_size-1. group: the tensor-parallel group; None for an
     undivided vocabulary. vocab_size: true rows; those beyond are padding. weight_gradient: [V/tp,
-    H], to which the backward adds the weight's gradient; autograd then sees none.
+    H], to which the backward pass adds the weight's gradient; autograd then gets none.
     """
     rows = weight.shape[0]
     ranks = 1 if group is None else dist.get_world_size(group)
@@ -99,7 +100,8 @@ def vocab_parallel_logprobs(
 
 
 def _kept_chunks(dtype: torch.dtype, precision: torch.dtype) -> int:
-    """Number of chunks to keep besides one of logits, and one of `dtype` if that differs."""
+    """Return the number of chunks to keep besides one of logits, and one of `dtype` if that
+    differs."""
     work = precision.itemsize + (dtype.itemsize if dtype != precision else 0)
     return (LOGIT_COPIES * precision.itemsize - work) // dtype.itemsize
 
@@ -119,7 +121,8 @@ class _Settings:
     weight_gradient: Tensor | None
 
     def local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, 1]: which targets lie in this rank's rows, and their row (clamped elsewhere)."""
+        """Return [N, 1] each: whether a target is in this rank's rows, and its row (clamped for
+        others)."""
         rows = targets[:, None] - self.first
         return (rows >= 0) & (rows < self.valid), rows.clamp(0, self.valid - 1)
 
@@ -130,25 +133,24 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor, Tensor]:
         tokens, valid, precision = hidden.shape[0], settings.valid, settings.precision
-        # Per token, under this rank's own softmax: L_r, H_r, S_r, and the target's log-prob (0
-        # elsewhere).
-        # float64: differences of L over ranks are small compared with L.
+        # Per token, under this rank's own softmax: L_r, H_r, S_r, and the target's log-prob (0 on
+        # other ranks). float64, because differences of L over ranks are small compared with L.
         local = torch.zeros(4, tokens, dtype=torch.float64, device=hidden.device)
         if valid == 0:
-            # A rank of padding rows alone has no share of the softmax.
+            # A rank with only padding rows has no share of the softmax.
             local[0] = float("-inf")
         kept = hidden.new_empty(settings.kept if valid else 0, valid)
         work = _Work(settings, hidden)
         for part in _chunks(0, tokens, settings):
             held = kept[part] if part.start < settings.kept else None
-            # Kept chunks of the same type are computed in place, without work memory.
+            # Kept chunks of the same dtype are computed in place, without work memory.
             logits = work.of(part, precision) if held is None or held.dtype != precision else held
             logits_into(logits, hidden[part], weight[:valid])
             here, row = settings.local_targets(targets[part])
             local_softmax(logits, settings.temperature, here, row, local[:, part], held)
 
         if settings.ranks == 1:
-            # Tensors of their own: views of one would share what autograd knows of it.
+            # Separate tensors, because views of one would share autograd's metadata.
             log_total, entropy, sum_p_squared, logp = (
                 row.to(precision, copy=True) for row in local
             )
@@ -161,7 +163,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             log_total = torch.logsumexp(totals, dim=0)
             away = totals - log_total
             shares = away.exp()
-            # A rank of padding rows alone has a share of 0 and is infinitely far away.
+            # A rank with only padding rows has share 0 and an infinite distance.
             entropy = torch.where(shares > 0, shares * (entropies - away), 0.0).sum(0)
             sum_p_squared = (shares.square() * squares).sum(0)
             owner = targets // weight.shape[0]
@@ -172,16 +174,16 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         if kept.numel():
             some = slice(0, settings.kept)
             if settings.ranks > 1:
-                # From this rank's own softmax to the softmax over the whole vocabulary.
+                # Convert from this rank's own softmax to the softmax over the whole vocabulary.
                 kept.mul_((local[0] - log_total)[some, None].exp().to(precision))
             subtract_targets(kept, logp[some], *settings.local_targets(targets[some]))
 
         log_total = log_total.to(precision)
         ctx.save_for_backward(hidden, weight, targets, log_total, entropy, logp, kept)
         ctx.settings = settings
-        # It weighs baselines and is a constant of the loss.
+        # It only weights baselines, and is a constant of the loss.
         ctx.mark_non_differentiable(sum_p_squared)
-        # None in the backward pass means that nothing used the entropy, so kept matrices suffice.
+        # None in the backward pass means that the entropy was not used, so kept matrices suffice.
         ctx.set_materialize_grads(False)
         return logp, entropy, sum_p_squared
 
@@ -196,7 +198,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         total = settings.weight_gradient
         if wants_weight and total is None:
-            # Chunks are summed in full precision: in bfloat16 each addition would round.
+            # Chunks are summed in full precision, because bfloat16 would round each addition.
             total = torch.zeros(weight.shape, dtype=settings.precision, device=weight.device)
 
         rows = weight[: settings.valid]
@@ -214,8 +216,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             # Each rank has the part of its own rows; hidden states are equal on all ranks.
             dist.all_reduce(grad_hidden, group=settings.group)
         if total is None or settings.weight_gradient is not None:
-            # The gradient is in Megatron's buffer already; a second one would be added to it
-            # again.
+            # The gradient is in Megatron's buffer already; if returned, it would be added a second
+            # time.
             return grad_hidden, None, None, None
         return grad_hidden, total.to(weight.dtype), None, None
 
@@ -223,8 +225,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 def _logit_gradients(
     ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """(tokens, matrix [n, V/tp] of the hidden states' type, factor [n, 1] or None): the gradient of
-    these tokens' products of hidden state and weight is factor * matrix. The matrix is valid until
+    """Yield (tokens, matrix [n, V/tp] in the hidden states' dtype, factor [n, 1] or None): factor *
+    matrix is the gradient with respect to these tokens' hidden weight^T. The matrix is valid until
     the next one."""
     hidden, weight, targets, log_total, entropy, logp, kept = ctx.saved_tensors
     settings: _Settings = ctx.settings
@@ -245,13 +247,13 @@ def _logit_gradients(
             logits_into(source, hidden[part], weight[: settings.valid])
             for block in row_blocks(source):
                 shift = log_total[part][block, None]
-                # A third product: these tokens found no room in the forward pass.
+                # The third GEMM, for tokens that did not fit in the forward pass.
                 source[block].div_(settings.temperature).sub_(shift).exp_()
             subtract_targets(source, logp[part], here, row)
         matrix = work.of(part, hidden.dtype)
         if grad_entropy is None:
             if matrix.dtype != source.dtype:
-                # Rounded once to the operands' type, as the kept ones were.
+                # Rounded once to the operands' dtype, like the kept ones.
                 matrix.copy_(source)
             yield part, matrix, scale[part]
             continue
@@ -270,7 +272,7 @@ def _logit_gradients(
 
 
 class _Work:
-    """Memory for one chunk [n, V/tp] of each type, allocated at the first use and reused."""
+    """Memory for one chunk [n, V/tp] of each dtype, allocated at its first use and reused."""
 
     def __init__(self, settings: _Settings, hidden: Tensor) -> None:
         self._shape = min(settings.chunk, len(hidden)), settings.valid
@@ -289,22 +291,22 @@ def _chunks(start: int, stop: int, settings: _Settings) -> Iterator[slice]:
 
 
 WEIGHT_BLOCK = {"cpu": 1 << 21, "cuda": 1 << 26}
-"""Elements of the weight in one block, by the device's type: 8 MiB as float32; on CUDA enough work
-to hide the launch."""
+"""Elements of the weight in one block, by device type: 8 MiB as float32; on CUDA enough work to
+hide the launch."""
 LOGIT_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Logits that are worked on in one go: two blocks stay in the cache; on CUDA as above, and little
-compared with a chunk of a large vocabulary."""
+"""Logits that are processed at a time, by device type: two blocks stay in the cache; on CUDA as
+above, and little compared with a chunk of a large vocabulary."""
 
 
 def logits_into(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
-    """out = hidden weight^T. out: [N, V] float32, or float64 with float64 operands. hidden: [N, H].
-    weight: [V, H], of the type of `hidden`."""
+    """Compute out = hidden weight^T. out: [N, V] float32, or float64 with float64 operands. hidden:
+    [N, H]. weight: [V, H], in the dtype of `hidden`."""
     if hidden.dtype == out.dtype:
         torch.mm(hidden, weight.t(), out=out)
     elif hidden.is_cuda:
         torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
     else:
-        # Exact: every bfloat16 number is a float32 number.
+        # Exact, because every bfloat16 number is a float32 number.
         wide = hidden.to(out.dtype)
         with _exact_in(hidden.dtype):
             for rows in _weight_blocks(weight):
@@ -312,8 +314,9 @@ def logits_into(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
 
 
 def add_weight_gradient(out: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """out += grad_logits^T hidden. out: [V, H] of any float type. grad_logits: [N, V]; hidden:
-    [N, H], of one type. Each element is summed over the N tokens before it is rounded to `out`."""
+    """Compute out += grad_logits^T hidden. out: [V, H] of any float dtype. grad_logits: [N, V];
+    hidden: [N, H], of one dtype. Each element is summed over the N tokens before it is rounded to
+    `out`."""
     if out.dtype == hidden.dtype:
         out.addmm_(grad_logits.t(), hidden)
         return
@@ -337,20 +340,20 @@ def local_softmax(
     local: Tensor,
     kept: Tensor | None,
 ) -> None:
-    """Make `local` [4, n] and, overwriting the logits [n, V/tp] of temperature 1, their softmax;
-    copies that into `kept`, where it is other memory."""
+    """Compute `local` [4, n] and, in place of the logits [n, V/tp] of temperature 1, their softmax.
+    Copy the softmax to `kept` if that is other memory."""
     below = torch.empty_like(logits[next(row_blocks(logits))])
     for block in row_blocks(logits):
         z = logits[block]
         if temperature != 1.0:
             z.div_(temperature)
         largest, at_target = z.amax(1, keepdim=True), z.gather(1, row[block])[:, 0]
-        # The largest logit is subtracted first, so exp does not overflow.
+        # The largest logit is subtracted first, so that exp does not overflow.
         less = torch.sub(z, largest, out=below[: len(z)])
         p = torch.exp(less, out=z)
         total = p.sum(1, keepdim=True)
         p.div_(total)
-        # L in float64: it is large compared with differences of logits and of ranks.
+        # L in float64, because it is large compared with differences of logits and of ranks.
         log_sum = total[:, 0].double().log()
         local[0, block] = largest[:, 0].double() + log_sum
         local[1, block] = log_sum - torch.linalg.vecdot(p, less)
@@ -361,19 +364,19 @@ def local_softmax(
 
 
 def subtract_targets(p: Tensor, logp: Tensor, here: Tensor, row: Tensor) -> None:
-    """p [n, V/tp] less 1 at the targets of this rank; exact where p is 1 within rounding."""
+    """Subtract 1 from p [n, V/tp] at the targets of this rank; exact if p is 1 within rounding."""
     set_targets(p, torch.expm1(logp)[:, None], here, row)
 
 
 def set_targets(matrix: Tensor, values: Tensor, here: Tensor, row: Tensor) -> None:
     values = torch.where(here, values.to(matrix.dtype), matrix.gather(1, row))
-    # Not `scatter_`: of bfloat16 on the CPU it copies the whole matrix.
+    # Not `scatter_`, which for bfloat16 on the CPU copies the whole matrix.
     line = torch.arange(len(matrix), device=matrix.device)
     matrix.index_put_((line, row[:, 0]), values[:, 0])
 
 
 def row_blocks(matrix: Tensor) -> Iterator[slice]:
-    """Rows of a matrix, as many as are worked on in one go."""
+    """Yield rows of a matrix, as many as are processed at a time."""
     size = max(1, LOGIT_BLOCK[matrix.device.type] // matrix.shape[1])
     for first in range(0, len(matrix), size):
         yield slice(first, min(first + size, len(matrix)))
@@ -387,7 +390,7 @@ def _weight_blocks(weight: Tensor) -> Iterator[slice]:
 
 @contextmanager
 def _exact_in(dtype: torch.dtype) -> Iterator[None]:
-    """Float32 products on the CPU may take their operands for numbers of `dtype`."""
+    """Permit float32 GEMMs on the CPU to treat their operands as numbers of `dtype`."""
     settings = torch.backends.mkldnn.matmul
     before = settings.fp32_precision
     if dtype == torch.bfloat16:

@@ -3,20 +3,20 @@
     y = W x + alpha / rank B A x        A: [rank, inputs], B: [outputs, rank]
 
 A target is a matrix of Hugging Face's files. Megatron fuses several into one layer (query, key and
-value; gate and up), and each has an A and a B of its own there, so that an adapter in PEFT's format
-is exactly what was trained. Over tensor-parallel ranks:
+value; gate and up), and each has a separate A and B there, so that an adapter in PEFT's format is
+exactly the trained one. Over tensor-parallel ranks:
 
     column-parallel layer   A whole on every rank, B cut by rows
     row-parallel layer      A cut by columns, B whole
 
 Invariants:
-- A starts from numbers that the run's seed and the matrix's name decide, B at zero: on every layout
-  the same adapters, and at version 0 the base model;
-- adapters add no message but of `rank` numbers a token;
-- nothing but adapters and a value head has a gradient;
-- merged weights are computed shard by shard from what the rank holds, without a message;
-- dropout acts in training passes alone. Masks come from Megatron's generators: where
-  tensor-parallel ranks see the same inputs they leave out the same ones.
+- the run's seed and the matrix's name determine the initial A, and B starts at zero: every layout
+  has the same adapters, and version 0 is the base model;
+- adapters only add messages of `rank` numbers per token;
+- only adapters and a value head have a gradient;
+- merged weights are computed shard by shard from the rank's own data, without a message;
+- dropout is active only in training passes. Masks come from Megatron's generators: tensor-parallel
+  ranks with the same inputs drop the same ones.
 """
 
 from __future__ import annotations
@@ -47,15 +47,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_async_rl.config.policy import LoraConfig
-from megatron_async_rl.policy.cuts import ParameterEntry
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameters import ADAPTER
+from megatron_async_rl.policy.parameters import ADAPTER, ParameterEntry
 
 
 @dataclass(frozen=True)
 class FusedRows:
-    """Rows of a fused matrix on one rank: `groups` times, one after another, `widths` rows of each
-    of these matrices."""
+    """Rows of a fused matrix on one rank: `groups` repetitions of `widths` rows of each of these
+    matrices."""
 
     widths: Mapping[str, int]
     groups: int = 1
@@ -77,8 +76,8 @@ class FusedRows:
 
 class Adapter(nn.Module):
     """A and B of one target, or this rank's shards of them. cut: the sharded one, and its cut
-    dimension; the other is whole on every tensor-parallel rank. sequence_parallel: each of those
-    ranks has the gradient of its part of the tokens for the whole one."""
+    dimension; the other is whole on every tensor-parallel rank. sequence_parallel: for the whole
+    one, each of those ranks has the gradient of its part of the tokens."""
 
     def __init__(
         self,
@@ -102,8 +101,8 @@ class Adapter(nn.Module):
 
 
 class AdaptedLayer(nn.Module):
-    """A layer with adapters: mixed in before Megatron's class, whose __init__ has run when
-    `_add` is called."""
+    """A layer with adapters: mixed in before Megatron's class, whose __init__ has run when `_add`
+    is called."""
 
     weight: Tensor
     config: Any
@@ -132,20 +131,20 @@ class AdaptedLayer(nn.Module):
         )
 
     def _low(self, adapter: nn.Module, inputs: Tensor, *, alike: bool) -> Tensor:
-        """alpha / rank A x, [..., rank], of this rank's inputs. alike: tensor-parallel ranks have
-        the same."""
+        """Return alpha / rank A x, [..., rank], of this rank's inputs. alike: tensor-parallel ranks
+        have the same inputs."""
         if self.training and self.dropout:
-            # Ranks with the same inputs must drop the same elements, others their own.
+            # Ranks with the same inputs must drop the same elements, other ranks their own.
             with nullcontext() if alike else get_cuda_rng_tracker().fork():
                 inputs = F.dropout(inputs, self.dropout)
         return F.linear(inputs, adapter.lora_A) * self.scale
 
     @torch.no_grad()
     def merged_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """W + alpha / rank B A of this rank's shard, computed in float32, in `dtype`; null: in
-        W's."""
+        """Return W + alpha / rank B A of this rank's shard, computed in float32, in `dtype`; null:
+        in W's dtype."""
         products = {
-            # In float32: a bfloat16 product would lose updates smaller than a rounding of W.
+            # In float32, because a bfloat16 product would lose updates below the rounding of W.
             name: (adapter.lora_B.float() @ adapter.lora_A.float()).t()
             for name, adapter in self.adapters.items()
         }
@@ -178,7 +177,7 @@ class AdaptedColumns(AdaptedLayer, ColumnParallelLinear):
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_, *args, **kwargs)
-        # One message for the layer's adapters together.
+        # One message for all adapters of the layer.
         low = torch.cat(
             [
                 self._low(adapter, input_, alike=not self.sequence_parallel)
@@ -187,12 +186,12 @@ class AdaptedColumns(AdaptedLayer, ColumnParallelLinear):
             dim=-1,
         )
         low = (
-            # The low-rank activations are gathered, which are rank / inputs of the layer's own.
+            # Gather the low-rank activations, whose size is rank / inputs of the layer's own.
             gather_from_sequence_parallel_region(low, group=self.tp_group)
             if self.sequence_parallel
             else copy_to_tensor_model_parallel_region(low, group=self.tp_group)
         )
-        # All adapters of a layer have one rank.
+        # All adapters of a layer have the same rank.
         parts = low.chunk(len(self.adapters), dim=-1)
         added = {
             name: F.linear(part, adapter.lora_B)
@@ -202,8 +201,8 @@ class AdaptedColumns(AdaptedLayer, ColumnParallelLinear):
 
 
 class AdaptedRows(AdaptedLayer, RowParallelLinear):
-    """A row-parallel layer with an adapter. output_bias: it has a bias although its configuration
-    has none (`with_bias`)."""
+    """A row-parallel layer with an adapter. output_bias: True if it has a bias although its
+    configuration has none (`with_bias`)."""
 
     cuts: ClassVar = {"weight": 1, "lora_A": 1}
 
@@ -224,7 +223,7 @@ class AdaptedRows(AdaptedLayer, RowParallelLinear):
         (adapter,) = self.adapters.values()
         low = self._low(adapter, input_, alike=False)
         low = (
-            # A is cut along the inputs: A x is a sum over tensor-parallel ranks, taken before B.
+            # A is cut along the inputs: A x is a sum over tensor-parallel ranks, computed before B.
             reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
             if self.sequence_parallel
             else reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
@@ -237,7 +236,7 @@ def adapt(
 ) -> None:
     """Replace the targets of a transformer layer's specification by layers with adapters.
 
-    config: Megatron's. output_bias: the output projection of attention has a bias. Raises
+    config: Megatron's. output_bias: True if the output projection of attention has a bias. Raises
     ValueError for a target that the layer does not have.
     """
     targets = set(lora.targets)
@@ -270,7 +269,7 @@ def adapt(
 
 
 def freeze_base(chunk: nn.Module) -> None:
-    """Leave adapters and a value head alone trainable. Before gradient buffers are made."""
+    """Make only adapters and a value head trainable. Call this before gradient buffers are made."""
     for name, parameter in chunk.named_parameters():
         # DDP makes gradient buffers only for parameters that require a gradient.
         parameter.requires_grad_(ADAPTER in name or name.startswith("value_head."))
@@ -280,8 +279,8 @@ def freeze_base(chunk: nn.Module) -> None:
 def initialise(
     entries: Iterable[ParameterEntry], chunks: Sequence[nn.Module], layout: Layout, seed: int
 ) -> None:
-    """Set A to a uniform draw in +-1 / sqrt(inputs), as PEFT does, by `seed` and the matrix's name,
-    and B to zero. Seeds the generators that dropout draws from.
+    """Set A to a uniform draw in +-1 / sqrt(inputs), like PEFT, from `seed` and the matrix's name,
+    and B to zero. Seed the generators of dropout.
 
     entries: the adapters that this rank holds.
     """
@@ -289,10 +288,10 @@ def initialise(
         parameter = chunks[entry.chunk].get_parameter(entry.local_name)
         (name,), (shape,) = entry.hf_names, entry.hf_shapes
         if not name.endswith("lora_A.weight"):
-            # B = 0: training starts from the base model.
+            # B = 0, so that training starts from the base model.
             parameter.zero_()
             continue
-        # By name, not by order: every layout draws the same matrix.
+        # By name, not by order, so that every layout draws the same matrix.
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
         whole = (2.0 * torch.rand(shape, generator=generator) - 1.0) / math.sqrt(shape[1])
@@ -300,14 +299,14 @@ def initialise(
             # Drawn whole, then cut, so that the draw does not depend on the layout.
             whole = whole.chunk(layout.tp_size, entry.partition_dim)[layout.tp_rank]
         parameter.copy_(whole)
-    # Tensor-parallel ranks alike, but for the generator that Megatron forks to; others each its
-    # own.
+    # The same for tensor-parallel ranks, except for the generator that Megatron forks to; different
+    # for other ranks.
     model_parallel_cuda_manual_seed(((seed << 16) + layout.rank // layout.tp_size) % 2**62)
 
 
 def weight_of(chunk: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """A parameter of the chunk as engines and files get it: with its adapters merged into it, in
-    `dtype`; null: in its own. Without adapters the parameter itself."""
+    """Return a parameter of the chunk for engines and files: with its adapters merged into it, in
+    `dtype`; null: in its own. Without adapters this is the parameter itself."""
     layer = chunk.get_submodule(name.rpartition(".")[0])
     if isinstance(layer, AdaptedLayer) and name.endswith(".weight"):
         return layer.merged_weight(dtype)

@@ -1,10 +1,10 @@
-"""Every name of Megatron-Core that it does not promise to keep: its private functions, names that
-we put something else under, and what its optimizers and gradient buffers keep to themselves.
+"""All names of Megatron-Core that it does not promise to keep: its private functions, names that
+this package replaces, and internal state of its optimizers and gradient buffers.
 
 Invariants:
-- no other module of the package uses one. What is overridden in a class of ours stays with that
+- no other module of the package uses one. An override in a class of this package stays with that
   class and is listed here;
-- a unit test looks that each name of the tables below still exists in the installed version, and
+- a unit test checks that each name of the tables below still exists in the installed version, and
   that no other module uses one.
 """
 
@@ -62,8 +62,8 @@ OVERRIDDEN = {
     "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator": ("_communicate_shapes",),
     "megatron.core.transformer.moe.router_replay.RouterReplay": ("get_replay_topk",),
 }
-"""Class -> methods that a class of ours replaces: forward.py, routing_replay.py (model.py lists its
-own)."""
+"""Class -> methods that a class of this package replaces: forward.py, routing_replay.py (model.py
+lists its own)."""
 METHODS = {
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": (
         "_copy_main_params_to_model_params",
@@ -73,7 +73,7 @@ METHODS = {
         "_copy_main_params_to_model_params",
     ),
 }
-"""Class -> methods that we call."""
+"""Class -> methods that this package calls."""
 ASSIGNED = {
     "megatron.core.optimizer.optimizer.MegatronOptimizer": ("init_state_fn",),
     "megatron.core.optimizer.optimizer.ChainedOptimizer": ("chained_optimizers",),
@@ -102,25 +102,24 @@ ASSIGNED = {
     ),
     "megatron.core.transformer.moe.router.TopKRouter": ("router_replay",),
 }
-"""Class or module -> attributes that it assigns and we read."""
+"""Class or module -> attributes that it assigns and this package reads."""
 
-# A router multiplies in float32, which Transformer Engine, where it is installed, rounds to TF32.
+# A router multiplies in float32, which Transformer Engine, if it is installed, rounds to TF32.
 moe_utils.te_general_gemm = None
 
 
 def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -> None:
-    """Let Megatron run on a CPU: its random generator is the one of `get_state` and `set_state`,
-    the expert dispatcher's counts of tokens become the lists that a collective takes, and the
-    optimizer uses torch's kernels."""
+    """Adapt Megatron to a CPU: its random generator is that of `get_state` and `set_state`, the
+    expert dispatcher's counts of tokens become the lists that a collective needs, and the optimizer
+    uses torch's kernels."""
     _use_torchs_optimizer()
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
-    # A generator that it forks is the CPU's here, and a warning about that comes with each draw.
+    # Here Megatron forks the CPU's generator, and would log a warning about that for each draw.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     plain_all_to_all = token_dispatcher.all_to_all
 
-    # The dispatcher turns the counts into lists on their way from the GPU to the CPU, and only
-    # then.
+    # The dispatcher converts the counts to lists only when it copies them from the GPU to the CPU.
     def all_to_all(
         group: Any,
         tensor: Tensor,
@@ -138,7 +137,7 @@ def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -
 
 
 def _use_torchs_optimizer() -> None:
-    """Replace the optimizer kernels of Transformer Engine and Apex, which accept CUDA tensors only,
+    """Replace the optimizer kernels of Transformer Engine and Apex, which only accept CUDA tensors,
     by those that Megatron uses if neither is installed."""
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = AdamW, True
     distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE = Adam, False
@@ -151,14 +150,14 @@ def _use_torchs_optimizer() -> None:
 
 
 def sum_over_replica(chunks: Sequence[Any], config: Any) -> None:
-    """The part of Megatron's reduction that makes a gradient whole within one model replica."""
+    """Run the part of Megatron's reduction that completes a gradient within one model replica."""
     _allreduce_non_tensor_model_parallel_grads(list(chunks), config)
     _allreduce_word_embedding_grads(list(chunks), config)
 
 
 def schedule_order(config: Any, micro_batches: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) of every forward pass of Megatron's schedule, in its order. config:
-    Megatron's, of the model."""
+    """Return (micro-batch, chunk) of every forward pass of Megatron's schedule, in its order.
+    config: Megatron's, of the model."""
     chunks = config.virtual_pipeline_model_parallel_size or 1
     together = micro_batches if chunks == 1 else config.microbatch_group_size_per_vp_stage
     order: list[tuple[int, int]] = get_schedule_table(micro_batches, chunks, together)
@@ -166,7 +165,7 @@ def schedule_order(config: Any, micro_batches: int) -> list[tuple[int, int]]:
 
 
 def gradient_buffers(chunks: Sequence[Any]) -> list[Tensor]:
-    """All gradients of these chunks (inside Megatron's DDP), as flat buffers."""
+    """Return all gradients of these chunks (inside Megatron's DDP), as flat buffers."""
     return [
         buffer.grad_data
         for chunk in chunks
@@ -175,57 +174,59 @@ def gradient_buffers(chunks: Sequence[Any]) -> list[Tensor]:
 
 
 def has_expert_buffers(chunk: Any) -> bool:
-    """Experts of the chunk (inside Megatron's DDP) are reduced over ranks of their own."""
+    """Return True if experts of the chunk (inside Megatron's DDP) are reduced over separate
+    ranks."""
     return bool(chunk.expert_parallel_buffers)
 
 
 def set_gathered(chunks: Sequence[Any], gathered: bool) -> None:
-    """gathered: the parameters of these chunks (inside Megatron's DDP) are the same on every
-    replica; else each bucket of them is gathered before the first module that reads it."""
+    """Set whether parameters count as gathered. gathered: True if the parameters of these chunks
+    (inside Megatron's DDP) are the same on every replica; otherwise Megatron gathers each bucket of
+    them before the first module that reads it."""
     for chunk in chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            # Megatron gathers a bucket before its first use unless it believes that it did.
+            # Megatron gathers a bucket before its first use, unless this flag is set.
             group.param_gather_dispatched = gathered
 
 
 def await_parameter(chunk: Any, parameter: Tensor) -> None:
-    """The parameter is read, and not by the module that it belongs to, before which Megatron waits
-    for it."""
+    """Wait until a parameter is gathered, for a reader other than its own module, before which
+    Megatron waits itself."""
     group = chunk.param_to_bucket_group.get(parameter)
     if group is not None:
         group.finish_param_sync()
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Megatron's optimizers behind the one it hands out (experts have their own), without those
-    that hold no parameter here."""
+    """Return Megatron's optimizers inside `optimizer` (experts have their own), without those that
+    hold no parameter here."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
 
 
 def replace_adam(part: Any, adam: Any, fill: Callable[[], None]) -> None:
-    """Put `adam` where one part of the optimizer has its own, which has not stepped yet. fill:
-    gives each of `adam`'s parameters its initial state, which Megatron expects to exist."""
-    # Both: Megatron fills missing state before it saves or loads.
+    """Replace the Adam of one part of the optimizer, which has not stepped yet, by `adam`. fill:
+    creates the initial state of `adam`'s parameters, which Megatron expects to exist."""
+    # Both, because Megatron fills missing state before it saves or loads.
     part.optimizer, part.init_state_fn = adam, lambda *_: fill()
 
 
 def fill_adam(part: Any) -> None:
-    """Give every parameter of one part of the optimizer that has not been stepped yet the state it
-    starts from."""
+    """Create the initial state of every parameter of one part of the optimizer that has not been
+    stepped yet."""
     part.init_state_fn(part.optimizer, part.config)
 
 
 def model_slices(part: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
-    """(shard, model parameter, start, end) of everything that one part of the optimizer updates:
-    the shard is elements start..end of the flattened parameter, or its float32 copy of them."""
+    """Yield (shard, model parameter, start, end) of everything that one part of the optimizer
+    updates: the shard is elements start..end of the flattened parameter, or its float32 copy of
+    them."""
     if isinstance(part, DistributedOptimizer):
         groups = [*zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)]
         groups += zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True)
         for parameters, shards in groups:
             for parameter, shard in zip(parameters, shards, strict=True):
-                # This rank's range of the flattened parameter; ranges of its replicas are
-                # disjoint.
+                # This rank's range of the flattened parameter; ranges of replicas are disjoint.
                 owned = part._get_model_param_range_map(parameter)["param"]
                 yield shard, parameter, owned.start, owned.end
         return
@@ -244,7 +245,7 @@ def model_slices(part: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
 
 
 def weights_from_masters(optimizer: MegatronOptimizer) -> None:
-    """Compute the model's weights from the optimizer's float32 ones, as the end of a step does.
+    """Compute the model's weights from the optimizer's float32 weights, like the end of a step.
     Collective over the world with the distributed optimizer."""
     parts = optimizer_parts(optimizer)
     for part in parts:
@@ -252,11 +253,12 @@ def weights_from_masters(optimizer: MegatronOptimizer) -> None:
             part._copy_main_params_to_model_params()
     distributed = [part for part in parts if is_distributed(part)]
     if distributed:
-        # One of them gathers what all of them have written.
+        # One part gathers the weights that all parts have written.
         for chunk in distributed[0].model_chunks:
             chunk.start_param_sync(force_sync=True)
 
 
 def is_distributed(part: Any) -> bool:
-    """The part of the optimizer divides its state over the replicas of its parameters."""
+    """Return True if the part of the optimizer divides its state over the replicas of its
+    parameters."""
     return isinstance(part, DistributedOptimizer)

@@ -1,18 +1,18 @@
-"""The policy as Megatron chunks, loaded from a Hugging Face directory, whose last stage returns
+"""The policy as Megatron chunks, loaded from a Hugging Face directory. The last stage returns
 hidden states.
 
 Invariants:
-- no chunk ever computes logits: log-probs take the hidden states and the output weight
+- no chunk ever computes logits: log-probs need the hidden states and the output weight
   (`logprobs.py`);
-- the output weight is the module's own parameter (the embedding's, when tied on one stage), so
-  gradients reach it through autograd and Megatron's accumulation hooks and its all-reduce of tied
+- the output weight is the module's own parameter (the embedding's, if it is tied on one stage), so
+  gradients reach it through autograd, and Megatron's accumulation hooks and its all-reduce of tied
   embeddings work unchanged;
-- a model from `build_model` is a loaded one: every parameter came from the directory, and every
-  tensor there was used; the value head and adapters alone are not in it;
-- nothing else in the package names Megatron's GPTModel, which its later releases announce as
-  deprecated: what replaces it replaces `HiddenStateModel`;
+- a model from `build_model` is loaded completely: every parameter came from the directory, and
+  every tensor of the directory was used; only the value head and adapters are not in it;
+- no other module uses Megatron's GPTModel, which its later releases deprecate: a replacement only
+  changes `HiddenStateModel`;
 - the value head belongs to the last stage's module, so that gradient buffers, optimizer and
-  checkpoints hold it; Hugging Face's files and the engines do not (`parameters.py`).
+  checkpoints contain it, while Hugging Face's files and the engines do not (`parameters.py`).
 """
 
 from __future__ import annotations
@@ -36,44 +36,43 @@ from megatron_async_rl.config.policy import Fp8Config, LoraConfig, PolicyConfig
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy.bridge import PolicyBridge
-from megatron_async_rl.policy.families import FAMILIES
+from megatron_async_rl.policy.families import FAMILIES, RequestedLayers, choose_layers, unsupported
 from megatron_async_rl.policy.fp8 import megatron_settings, refuse_device
 from megatron_async_rl.policy.layers import LAYERS
 from megatron_async_rl.policy.lora import freeze_base, initialise
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import load_hf, local_entries
-from megatron_async_rl.policy.supported import RequestedLayers, choose_layers, unsupported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OVERRIDDEN = {"megatron.core.models.gpt.gpt_model.GPTModel": ("_preprocess", "_postprocess")}
 """Class -> methods that `HiddenStateModel` replaces and that Megatron does not promise to keep."""
 
-# Megatron 0.19's only warning there is that the class is deprecated, once per process: nothing that
-# a user of this package can act on.
+# Megatron 0.19's only warning there is that the class is deprecated, once per process, which a user
+# of this package cannot change.
 logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)
 
 log = logging.getLogger(__name__)
 
 
 class UnsupportedModel(ValueError):
-    """The model directory describes something this trainer would not compute exactly."""
+    """The model directory describes a model that this trainer would not compute exactly."""
 
     def __init__(self, path: Path, key: str, value: Any, supported: str) -> None:
         super().__init__(f"{path / 'config.json'}: {key} is {value!r}; supported: {supported}")
 
 
 class ValueHead(nn.Module):
-    """One linear output on the hidden states that log-probs are made from: V_t = w . h_t + b, with
-    h_t after the final norm, at the position that predicts token t; w and b start at zero.
+    """One linear output on the hidden states from which log-probs are computed: V_t = w . h_t + b,
+    with h_t after the final norm, at the position that predicts token t; w and b start at zero.
 
-    Arithmetic is float32, and so are the weights that the optimizer moves. The parameters have the
-    model's dtype, as all that one gradient buffer and one optimizer hold. Hidden states are whole
-    on every tensor-parallel rank (sequence parallelism gathers them first), so every rank computes
-    the same values and the same gradient: the parameters are copies, counted once, and nothing has
-    to be summed over those ranks.
+    Arithmetic is float32, and so are the weights that the optimizer updates. The parameters have
+    the model's dtype, like all in one gradient buffer and one optimizer. Hidden states are whole on
+    every tensor-parallel rank (sequence parallelism gathers them first), so every rank computes the
+    same values and the same gradient. The parameters are copies that count once, and nothing is
+    summed over those ranks.
 
-    config: Megatron's TransformerConfig. detach: it learns from the hidden states without changing
-    them.
+    config: Megatron's TransformerConfig. detach: the head learns from the hidden states without
+    changing them.
     """
 
     def __init__(self, config: Any, *, detach: bool, device: torch.device) -> None:
@@ -94,18 +93,19 @@ class HiddenStateModel(GPTModel):
     """Megatron's GPTModel without its logits.
 
     Call as `chunk(input_ids, position_ids, attention_mask=None, packed_seq_params=...,
-    padding_mask=...)`: the one null where a row is one sample; the other, for a mixture of experts,
-    true of tokens that its routers are not to count. Under context parallelism rows are this rank's
-    part of them. The last stage returns the hidden states after the final norm, [rows, length,
-    hidden], whole on every tensor-parallel rank; other stages return what Megatron's schedule sends
-    on. value_head: on the last stage, where the objective has one.
+    padding_mask=...)`. packed_seq_params: null if a row is one sample. padding_mask: for a mixture
+    of experts, true for tokens that its routers must not count. Under context parallelism rows are
+    this rank's part of them. The last stage returns the hidden states after the final norm, [rows,
+    length, hidden], whole on every tensor-parallel rank; other stages return the tensor that
+    Megatron's schedule sends to the next stage. value_head: on the last stage, if the objective has
+    one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.value_head: ValueHead | None = None
         self.embedding_scale = 1.0
-        # Megatron would cut the angles over context-parallel ranks in every pass.
+        # Otherwise Megatron would cut the angles over context-parallel ranks in every pass.
         self.rotary_pos_emb.cp_group = None
 
     def _preprocess(
@@ -118,7 +118,7 @@ class HiddenStateModel(GPTModel):
         **kwargs: Any,
     ) -> tuple[Any, ...]:
         if padding_mask is not None and self.config.sequence_parallel and not self.pre_process:
-            # Megatron does it on the first stage alone.
+            # Megatron only does this on the first stage.
             group = self.pg_collection.tp
             padding_mask = padding_mask.chunk(group.size(), dim=1)[group.rank()]
         hidden, rotary, *rest = super()._preprocess(
@@ -132,12 +132,12 @@ class HiddenStateModel(GPTModel):
         if self.pre_process and self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
         if self.pre_process and torch.is_grad_enabled() and not hidden.requires_grad:
-            # Of a frozen embedding. A recomputed layer whose input needs no gradient would give its
-            # adapters none.
+            # The embedding is frozen, and a recomputed layer whose input needs no gradient would
+            # give its adapters none.
             hidden.requires_grad_()
         if packed_seq_params is not None or self.config.context_parallel_size > 1:
-            # Megatron's angles are those of 0, 1, ... up to the longest sample; each token of the
-            # row takes its own here, once for all layers. Padded rows have the same positions.
+            # Megatron's angles are those of 0, 1, ... up to the longest sample. Select here, once
+            # for all layers, those of each token of the row. Padded rows have the same positions.
             rotary = rotary.index_select(0, position_ids[0])
         return (hidden, rotary, *rest)
 
@@ -145,15 +145,15 @@ class HiddenStateModel(GPTModel):
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # The log-prob's backward already sums over tensor-parallel ranks, so each rank's slice
-            # of the gradient is whole.
+            # The backward pass of log-probs already sums over tensor-parallel ranks, so each rank's
+            # slice of the gradient is whole.
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         return hidden_states.transpose(0, 1)
 
     def output_weight(self) -> Tensor:
-        """The parameter [padded vocabulary / tp, hidden] that makes logits; last stage only."""
+        """Parameter [padded vocabulary / tp, hidden] that makes logits; last stage only."""
         weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -165,12 +165,12 @@ class HiddenStateModel(GPTModel):
 
 @dataclass(frozen=True, eq=False)
 class PolicyModel:
-    """chunks: this rank's part of the model as unwrapped Megatron modules, one per virtual pipeline
-    stage.
+    """The model of this rank. chunks: its part as unwrapped Megatron modules, one per virtual
+    pipeline stage.
 
     config: Megatron's TransformerConfig, shared by the chunks. vocab_size: rows of the true
-    vocabulary; the last tensor-parallel rank's output weight may hold padding rows beyond it.
-    source: the model directory it was made from. lora: null where all weights are trained.
+    vocabulary; the last tensor-parallel rank's output weight may have padding rows beyond it.
+    source: the model directory from which it was made. lora: null if all weights are trained.
     """
 
     chunks: list[HiddenStateModel]
@@ -181,7 +181,7 @@ class PolicyModel:
     lora: LoraConfig | None = None
 
     def output_weight(self) -> Tensor:
-        """[padded vocabulary / tp, hidden] of the last stage. Raises RuntimeError on other
+        """Return [padded vocabulary / tp, hidden] of the last stage. Raises RuntimeError on other
         stages."""
         if not self.bridge.layout.is_last_stage:
             raise RuntimeError(
@@ -192,22 +192,22 @@ class PolicyModel:
 
     @property
     def value_head(self) -> ValueHead | None:
-        """The last stage's; None on other stages, and where the objective has none."""
+        """The last stage's value head; None on other stages, and if the objective has none."""
         return self.chunks[-1].value_head
 
 
 def assemble_model(
     model: ModelConfig, policy: PolicyConfig, layout: Layout, value: ValueConfig | None = None
 ) -> PolicyModel:
-    """This rank's stage of the model of `model.path`, in `model.dtype` on the layout's device, its
-    weights still undefined.
+    """Return this rank's stage of the model of `model.path`, in `model.dtype` on the layout's
+    device, with undefined weights.
 
-    Raises UnsupportedModel, and UserError for layers that cannot be had.
+    Raises UnsupportedModel, and UserError for layers that are not available.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    # Megatron's layers fork this generator while they are built; nothing in the policy draws from
-    # it afterwards.
+    # Megatron's layers fork this generator during construction; nothing in the policy draws from it
+    # afterwards.
     model_parallel_cuda_manual_seed(0)
     bridge = build_bridge(
         model.path,
@@ -236,7 +236,7 @@ def assemble_model(
         bridge.layers.finish(chunk)
         if value is not None and layout.is_last_chunk(index):
             chunk.value_head = ValueHead(bridge.config, detach=value.detach, device=layout.device)
-        # The router alone is made on the CPU.
+        # Only the router is made on the CPU.
         chunk.to(layout.device)
         if policy.lora is not None:
             freeze_base(chunk)
@@ -261,10 +261,10 @@ def build_model(
     *,
     seed: int = 0,
 ) -> PolicyModel:
-    """`assemble_model`, loaded from `model.path`; adapters start from `seed`. Collective over
-    pipeline ranks.
+    """Return the result of `assemble_model`, loaded from `model.path`; `seed` determines the
+    initial adapters. Collective over pipeline ranks.
 
-    Raises UnsupportedModel, or WeightsDoNotFit when directory and model differ in any tensor.
+    Raises UnsupportedModel, or WeightsDoNotFit if directory and model differ in any tensor.
     """
     built = assemble_model(model, policy, layout, value)
     load_hf(built.bridge, built.chunks, model.path)
@@ -276,7 +276,7 @@ def build_model(
 
 RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
     "none": {},
-    # Megatron's own choice of modules is the core attention.
+    # Megatron's default for the recomputed modules is the core attention.
     "selective": {"recompute_granularity": "selective"},
     "full": {
         "recompute_granularity": "full",
@@ -299,9 +299,9 @@ def build_bridge(
     layers: RequestedLayers = "auto",
     fp8: Fp8Config | None = None,
 ) -> PolicyBridge:
-    """The bridge of the model in `model_path`. packed: for packed rows. lora: layers get adapters.
-    layers, fp8: `policy.layers`, `policy.fp8`. Raises UnsupportedModel, UserError for layers that
-    cannot be had, or OSError/ValueError for an unreadable config."""
+    """Return the bridge of the model in `model_path`. packed: for packed rows. lora: layers get
+    adapters. layers, fp8: `policy.layers`, `policy.fp8`. Raises UnsupportedModel, UserError for
+    layers that are not available, or OSError/ValueError for an unreadable config."""
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
@@ -340,8 +340,8 @@ def build_bridge(
 
 
 def refuse_mixed(families: Sequence[str]) -> None:
-    """Raises UserError where ranks have taken different layers: the order of their parameters would
-    differ, and gradients be added up one to another. families: by rank."""
+    """Raise UserError if ranks have chosen different layers: their parameters would have different
+    orders, and gradients of different parameters would be added up. families: by rank."""
     if len(set(families)) > 1:
         without = [str(rank) for rank, family in enumerate(families) if family == "local"]
         what = (
@@ -352,7 +352,7 @@ def refuse_mixed(families: Sequence[str]) -> None:
 
 
 def refuse_unsupported(path: Path, hf_config: Any) -> None:
-    """Raises UnsupportedModel naming the key of config.json that rules the model out."""
+    """Raise UnsupportedModel with the key of config.json that rules the model out."""
     found = unsupported(hf_config.to_dict())
     if found is not None:
         raise UnsupportedModel(path, found.key, found.value, found.supported)

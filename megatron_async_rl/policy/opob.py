@@ -1,5 +1,5 @@
-"""VCPO's minimum-variance baseline (arXiv 2602.17616) with the score norms measured: advantage
-`opob`, mode `exact`.
+"""VCPO's minimum-variance baseline (arXiv 2602.17616) with measured score norms: advantage `opob`,
+mode `exact`.
 
 For a loss that is linear in the advantage, with L_i sequence i's part of the batch loss at
 advantage 1:
@@ -8,22 +8,22 @@ advantage 1:
     gradient of the step = sum_i (R_i - b) g_i
                          = sum_i (R_i - m) g_i - (b - m) sum_i g_i,   m the group's mean reward
 
-so two accumulators and one backward pass per sequence are enough: b is known after a group's last
+so two accumulators and one backward pass per sequence suffice: b is known after a group's last
 sequence.
 
-L_i is the configured loss with its aggregation, denominators and corrections, so W is that of the
-estimator in use, whatever weighs it. With loss `reinforce` and correction `tis` at sequence level
-it is W_i = min(w_i, cap)^2 |s_i|^2 of the paper, `cap` being the correction's. The advantage's own
-`cap` is for mode `cheap`, which needs the number.
+L_i is the configured loss with its aggregation, denominators and corrections, so W belongs to the
+estimator in use, with all its weights. With loss `reinforce` and correction `tis` at sequence level
+it is the paper's W_i = min(w_i, cap)^2 |s_i|^2, where `cap` is the correction's. The advantage's
+own `cap` is for mode `cheap`, which needs the number.
 
 Invariants:
-- a group lies on one data-parallel rank, whole. Within the loop only ranks of the same model
-  replica talk to each other, so replicas may have different numbers of sequences;
+- a group is on one data-parallel rank, whole. Within the loop only ranks of the same model replica
+  communicate, so replicas may have different numbers of sequences;
 - W_i counts every parameter once: gradients of sequence-parallel norms, of embeddings tied over
   stages and of the sequence's parts on context-parallel ranks are summed first, and of copies one
   counts;
-- what is accumulated is each rank's own, unsummed gradient: it ends in Megatron's buffers, and one
-  ordinary reduction follows;
+- the accumulators contain each rank's own, unsummed gradient: it is copied to Megatron's buffers,
+  and one ordinary reduction follows;
 - equal rewards in a group give a gradient of exactly zero.
 
 Costs: one schedule call per sequence (over pipeline stages a bubble each), and two more gradient
@@ -58,18 +58,18 @@ from megatron_async_rl.policy.parameters import trainable
 from megatron_async_rl.policy.step import RecordedLoss, StepTable
 
 Build = Callable[[tuple[int, ...]], "MicroBatch"]
-"""Sample indices -> the micro-batch of them."""
+"""Function from sample indices to their micro-batch."""
 
 
 class OpobUnsupported(ValueError):
-    """A layout or a setting under which a sequence's gradient cannot be measured."""
+    """A sequence's gradient cannot be measured with this layout or setting."""
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """[S] float64 each, on every rank, in the order of the samples.
+    """Measurements of a batch: [S] float64 each, on every rank, in the order of the samples.
 
-    norms: |g_i|. baselines: b of the sequence's group. advantages: what g_i was multiplied by.
+    norms: |g_i|. baselines: b of the sequence's group. advantages: the factors of g_i.
     """
 
     norms: Tensor
@@ -87,7 +87,7 @@ class Measured:
 def own_groups(
     owner: NDArray[np.int64], group: NDArray[np.int64], data_parallel_rank: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of one data-parallel rank, each a tuple of sample indices."""
+    """Return the groups of one data-parallel rank, each a tuple of sample indices."""
     mine = owner == data_parallel_rank
     return tuple(
         tuple(np.flatnonzero(mine & (group == number)).tolist())
@@ -98,7 +98,7 @@ def own_groups(
 def exact_baseline(
     objective: ObjectiveConfig, schedule: Schedule, layout: Layout
 ) -> ExactBaseline | None:
-    """The measured baseline; null where the objective has none. Raises OpobUnsupported."""
+    """Return the measured baseline; null if the objective has none. Raises OpobUnsupported."""
     advantage = objective.advantage
     if not isinstance(advantage, OpobAdvantage) or advantage.mode != "exact":
         return None
@@ -111,7 +111,7 @@ def exact_baseline(
 
 
 class ExactBaseline:
-    """Raise OpobUnsupported on construction."""
+    """The measured baseline. Raises OpobUnsupported on construction."""
 
     def __init__(self, schedule: Schedule, layout: Layout, *, normalize_std: bool) -> None:
         self.schedule = schedule
@@ -138,9 +138,9 @@ class ExactBaseline:
     def forward_backward(
         self, objective: Objective, targets: StepTargets, minibatch: Minibatch, batcher: Batcher
     ) -> tuple[StepTable, StepTargets, dict[str, float]]:
-        """Leave the gradient of a step whose advantages are known only after the backward passes in
-        the gradient buffers, reduced. Return the step's table, the targets with those advantages,
-        and metrics. Collective over the world."""
+        """Compute, in the gradient buffers, the reduced gradient of a step whose advantages are
+        known only after the backward passes. Return the step's table, the targets with those
+        advantages, and metrics. Collective over the world."""
         samples, owner = targets.samples, self.layout.dp_rank
         table = StepTable(len(samples), self.layout.device)
         records = self.layout.records_outputs
@@ -155,7 +155,8 @@ class ExactBaseline:
         measured = self.accumulate(targets, partial(batcher.build, samples), alone)
         table.weigh(measured.advantages)
         if objective.adds_terms:
-            # What is added to the loss knows no advantage: at advantage 0 it is all there is.
+            # Terms added to the loss do not depend on the advantage: at advantage 0 only they
+            # remain.
             terms = StepTable(len(samples), self.layout.device)
             added = RecordedLoss(
                 objective, targets, terms if records else None, owner=owner, advantage=0.0
@@ -168,30 +169,30 @@ class ExactBaseline:
         return table, replace(targets, whole=weighed), measured.metrics(whole)
 
     def accumulate(self, targets: StepTargets, build: Build, consume: Consume) -> Measured:
-        """Leave sum_i (R_i - b) g_i, not yet reduced, in the gradient buffers. Collective over the
-        world.
+        """Compute sum_i (R_i - b) g_i, not yet reduced, in the gradient buffers. Collective over
+        the world.
 
-        consume: a micro-batch's loss at advantage 1, the loss alone.
+        consume: a micro-batch's loss at advantage 1, without added terms.
         """
         whole, samples = targets.whole, targets.samples
         centred = whole.group_centred(whole.require("rewards"))
-        # In float32, whatever the buffers are in: each sequence is added to them.
+        # In float32, whatever the buffers' dtype, because each sequence is added to them.
         # total: sum_i (R_i - m) g_i. scores: sum_i g_i of one group, for the shift by (b - m).
         total, scores = (
             [torch.zeros_like(buffer, dtype=torch.float32) for buffer in self._buffers()]
             for _ in range(2)
         )
         rows = torch.zeros(3, len(samples), dtype=torch.float64, device=self.layout.device)
-        # No world collective inside: replicas have different numbers of groups.
+        # No world collective inside, because replicas have different numbers of groups.
         for members in own_groups(samples.owner, samples.group, self.layout.dp_rank):
             rows[:, list(members)] = self._group(
                 members, centred[list(members)], build, consume, total, scores
             ).to(rows.device)
         for buffer, accumulated in zip(self._buffers(), total, strict=True):
-            # Back into Megatron's buffers, from which the one ordinary reduction follows.
+            # Copied to Megatron's buffers, from which the one ordinary reduction follows.
             buffer.copy_(accumulated)
         if not (self.layout.records_outputs and self.layout.is_last_stage):
-            # One rank per replica contributes: the sum over the world then holds each row once.
+            # One rank per replica contributes, so the sum over the world contains each row once.
             rows.zero_()
         dist.all_reduce(rows, group=self.layout.world_group)
         norms, shifts, advantages = rows.cpu()
@@ -206,30 +207,30 @@ class ExactBaseline:
         total: Sequence[Tensor],
         scores: Sequence[Tensor],
     ) -> Tensor:
-        """Add a group's gradient to `total`; `scores` is scratch of the same shapes. rewards:
-        centred.
+        """Add a group's gradient to `total`; `scores` is scratch memory of the same shapes.
+        rewards: centred.
 
-        -> [3, members]: |g_i|, b - m, advantages.
+        Returns [3, members]: |g_i|, b - m, advantages.
         """
         scale = 1.0 / (_unbiased_std(rewards) + EPSILON) if self.normalize_std else 1.0
         squares = torch.zeros(len(members), dtype=torch.float64, device=self.layout.device)
         for buffer in scores:
             buffer.zero_()
         for place, (index, reward) in enumerate(zip(members, rewards.tolist(), strict=True)):
-            # The buffers hold one sequence's gradient at a time.
+            # The buffers contain one sequence's gradient at a time.
             self.schedule.clear()
             self.schedule.accumulate([build((index,))], consume)
             gradients = self._buffers()
             torch._foreach_add_(list(total), gradients, alpha=scale * reward)
             torch._foreach_add_(list(scores), gradients)
-            # After `total` and `scores` have taken the unsummed part: a norm needs the whole
-            # gradient, the accumulators each rank's own part.
+            # After `total` and `scores` have got the unsummed part: a norm needs the whole
+            # gradient, but the accumulators need each rank's own part.
             if self.layout.cp_size > 1:
                 for buffer in gradients:
                     dist.all_reduce(buffer, group=self.layout.cp_group)
             megatron_private.sum_over_replica(self.schedule.chunks, self.schedule.model.config)
             squares[place] = self._own_square()
-        # Every rank of a replica computes the same b, so all shift `total` alike.
+        # Every rank of a replica computes the same b, so all shift `total` by the same factor.
         for process_group in (self.layout.tp_group, self.layout.pp_group):
             dist.all_reduce(squares, group=process_group)
         lowest, above = weighted_means(
@@ -244,7 +245,8 @@ class ExactBaseline:
         return megatron_private.gradient_buffers(self.schedule.chunks)
 
     def _own_square(self) -> Tensor:
-        """Scalar float64: |g|^2 over the parameters that this rank counts for its replica."""
+        """Return scalar float64: |g|^2 over the parameters that this rank counts for its
+        replica."""
         square = torch.zeros((), dtype=torch.float64, device=self.layout.device)
         for chunk in self.schedule.chunks:
             for _, parameter in trainable(chunk):

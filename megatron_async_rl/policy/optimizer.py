@@ -3,21 +3,20 @@ step.
 
 Invariants:
 - gradients are summed, never averaged, over data- and context-parallel ranks and micro-batches: the
-  loss already carries the denominators of the whole batch. Controls and Adam have them in float32,
-  whatever they are summed in;
-- weight decay applies to matrices only, not to norms or biases;
-- at a run's start Adam's float32 weights are the files' tensors: Megatron would take the model's,
-  which were rounded to bfloat16 when they were loaded, and for an FP8 weight what its memory
-  held before that;
-- the model's weights are the rounding of those, at any time between two steps: so a copy of the
-  float32 ones is a copy of the model, and exact where bytes and scales of FP8 weights would have
-  to be made again;
-- the learning rate is a pure function of the step number: what a control multiplies it by lasts one
-  step;
-- moments are where Megatron's Adam has them, but for settings that it has no answer to: its
-  precision-aware one is a kernel of Transformer Engine, for CUDA alone, which takes gradients and
-  float32 weights out of the controls' sight, and its offloaded one steps on the CPU. `BlockAdam`
-  leaves both where every other module looks for them, and runs wherever torch does.
+  loss already has the denominators of the whole batch. Controls and Adam get them in float32,
+  whatever the dtype of the sums;
+- weight decay applies only to matrices, not to norms or biases;
+- at a run's start Adam's float32 weights are the files' tensors. Megatron would use the model's
+  weights, which were rounded to bfloat16 at loading, and for an FP8 weight the previous content of
+  its memory;
+- between two steps the model's weights always are the rounded float32 weights. A copy of the
+  float32 weights is therefore a copy of the model, and is exact even if FP8 weights need new bytes
+  and scales;
+- the learning rate is a pure function of the step number; a control's factor on it lasts one step;
+- moments are where Megatron's Adam keeps them, except for settings that it does not support well.
+  Its precision-aware Adam is a kernel of Transformer Engine, for CUDA only, which hides gradients
+  and float32 weights from the controls, and its offloaded Adam steps on the CPU. `BlockAdam` leaves
+  both where every other module reads them, and works wherever torch does.
 
 Bias correction while a control changes beta1 from step to step: Adam's first moment after n steps
 is a sum of past gradients whose weights add up to
@@ -34,7 +33,7 @@ and its weight decay is divided by the same factor, since Adam multiplies decay 
 rate. This works for torch's Adam, for fused ones and for `BlockAdam`, without a change to any.
 
 Invariant: the factor is exactly 1 while beta1 has never changed, so that a run without such a
-control takes the same steps to the bit.
+control takes the same steps bit for bit.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ from megatron_async_rl.config.policy import OptimizerConfig as OptimizerSettings
 from megatron_async_rl.config.policy import PolicyConfig
 from megatron_async_rl.gradients import blocks
 from megatron_async_rl.policy.adam_view import gradient_of
-from megatron_async_rl.policy.cuts import Cuts
 from megatron_async_rl.policy.fp8 import is_quantised
 from megatron_async_rl.policy.megatron_private import (
     model_slices,
@@ -68,15 +66,15 @@ from megatron_async_rl.policy.megatron_private import (
     weights_from_masters,
 )
 from megatron_async_rl.policy.model import PolicyModel
-from megatron_async_rl.policy.parameters import HuggingFaceTensors, local_entries
+from megatron_async_rl.policy.parameters import Cuts, HuggingFaceTensors, local_entries
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step` (from 0) of a run of `total_steps`.
+    """Return the learning rate of optimizer step `step` (from 0) of a run of `total_steps`.
 
     Warm-up: lr (step + 1) / warmup_steps. After it, with p = (step - warmup_steps) / (total_steps -
-    warmup_steps) in [0, 1): `linear` goes from lr towards min_lr with p, `cosine` with (1 - cos(pi
-    p)) / 2; `constant` stays at lr.
+    warmup_steps) in [0, 1): `linear` decreases from lr towards min_lr with p, `cosine` with (1 -
+    cos(pi p)) / 2; `constant` stays at lr.
     """
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
@@ -94,11 +92,11 @@ def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> f
 
 
 def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[DistributedDataParallel]:
-    """Each model chunk inside Megatron's DDP, with gradient buffers of `gradient_dtype` that are
-    summed over data- and context-parallel ranks."""
+    """Return each model chunk inside Megatron's DDP, with gradient buffers of `gradient_dtype` that
+    are summed over data- and context-parallel ranks."""
 
     def finalize(model: list[Any], num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
-        # Megatron would divide by the tokens it counted; the loss has its denominators already.
+        # Megatron would divide by the tokens it counted, but the loss has its denominators already.
         finalize_model_grads(model, None, **groups)
 
     for chunk in chunks:
@@ -107,7 +105,7 @@ def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[Distribu
         chunk.config.calculate_per_token_loss = True
         chunk.config.finalize_model_grads_func = finalize
     settings = DistributedDataParallelConfig(
-        # Else in the parameters' own numbers, which config/ allows for bfloat16 ones only.
+        # Otherwise in the parameters' dtype, which config/ permits only for bfloat16.
         grad_reduce_in_fp32=policy.optimizer.gradient_dtype == "float32",
         use_distributed_optimizer=policy.parallel.distributed_optimizer,
         overlap_grad_reduce=policy.parallel.overlap_grad_reduce,
@@ -120,8 +118,8 @@ def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[Distribu
         for chunk in chunks
     ]
     for chunk, ddp in zip(chunks, wrapped, strict=True):
-        # One configuration serves all chunks; the interleaved schedule takes a list, one entry per
-        # chunk.
+        # One configuration serves all chunks; the interleaved schedule needs a list with one entry
+        # per chunk.
         chunk.config.no_sync_func = (
             [each.no_sync for each in wrapped] if len(wrapped) > 1 else ddp.no_sync
         )
@@ -131,8 +129,8 @@ def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[Distribu
 def build_optimizer(
     wrapped: list[DistributedDataParallel], policy: PolicyConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Megatron's AdamW over wrapped chunks, or ours where moments are kept otherwise than it does;
-    float32 main parameters where the model is bfloat16."""
+    """Return Megatron's AdamW over wrapped chunks, or `BlockAdam` if moments are kept in another
+    way; float32 main parameters if the model is bfloat16."""
     settings = policy.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -161,9 +159,9 @@ def build_optimizer(
             )
             replace_adam(part, adam, adam.materialise)
             if adam.offload:
-                # Page-locked memory that is not available is missed now, not in the first step.
+                # Missing page-locked memory is noticed now, not in the first step.
                 adam.materialise()
-    # The dtype of the moments can be read even on a rank without a parameter.
+    # So that the dtype of the moments can be read even on a rank without a parameter.
     optimizer.config.exp_avg_dtype = getattr(torch, settings.moment_dtype)
     for group in optimizer.param_groups:
         # wd_mult is 0 for one-dimensional parameters; Megatron applies it in its own scheduler,
@@ -175,9 +173,9 @@ def build_optimizer(
 def load_masters(
     optimizer: MegatronOptimizer, model: PolicyModel, directory: Path, *, every: bool = False
 ) -> None:
-    """Write the float32 weights of this rank's shards from the tensors in `directory`, which fit
-    the model; every: also where the loaded parameter has all of the file's precision. FP8 weights
-    are then made of them, for which it is collective over the world."""
+    """Set the float32 weights of this rank's shards to the tensors in `directory`, which fit the
+    model. every: also set weights whose loaded parameter has the full precision of the file. FP8
+    weights are then computed from them, for which the call is collective over the world."""
     bridge, chunks = model.bridge, model.chunks
     entries = {
         id(chunks[entry.chunk].get_parameter(entry.local_name)): entry
@@ -202,13 +200,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class BlockAdam(torch.optim.AdamW):
-    """AdamW whose moments are kept in `dtype`, and with `offload` in host memory, page-locked,
-    where parameters are on CUDA: they come to the device a block at a time, and go back.
+    """AdamW that keeps moments in `dtype` and, with `offload`, in host memory, page-locked if
+    parameters are on CUDA: they are copied to the device and back one block at a time.
 
-    A step computes in float32, from the moments as they are kept, and applies the new ones before
-    they are rounded to be kept; of float32 moments it is that of torch's AdamW(foreach=False), to
-    the bit, wherever they lie. The device holds four blocks besides. replaced: an Adam that has not
-    stepped yet, whose groups of float32 parameters are taken over.
+    A step computes in float32 from the stored moments, and applies the new moments before they are
+    rounded for storage. With float32 moments it equals torch's AdamW(foreach=False) bit for bit,
+    wherever they are stored. The device additionally holds four blocks. replaced: an Adam that has
+    not stepped yet, whose groups of float32 parameters are used.
     """
 
     def __init__(
@@ -219,21 +217,21 @@ class BlockAdam(torch.optim.AdamW):
         offload: bool = False,
     ) -> None:
         super().__init__([{"params": []}])
-        # The distributed optimizer's shards are views of what autograd knows, which torch's
+        # The distributed optimizer's shards are views in autograd's graph, which torch's
         # constructor refuses.
         self.param_groups = replaced.param_groups
         self.dtype = dtype
         self.offload = offload
 
     def materialise(self) -> None:
-        """Give every parameter that has not been stepped yet the state it starts from."""
+        """Create the initial state of every parameter that has not been stepped yet."""
         for parameter, _ in self._parameters():
             self._state_of(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Host memory has the new moments when it returns. closure: not supported. Raises
-        StateMissing for a parameter without a gradient."""
+        """Make one step; when it returns, host memory has the new moments. closure: not supported.
+        Raises StateMissing for a parameter without a gradient."""
         assert closure is None
         for parameter, group in self._parameters():
             self._update(parameter, gradient_of(parameter), group)
@@ -248,8 +246,8 @@ class BlockAdam(torch.optim.AdamW):
         for weight, g, *kept in blocks(
             parameter.detach().view(-1), gradient, *(state[name] for name in MOMENTS)
         ):
-            # In the numbers they are kept in over the bus, in float32 from there on; moments that
-            # are float32 here already are changed in place.
+            # Moments are copied in their stored dtype and then converted to float32; float32
+            # moments that are on the device are changed in place.
             m, v = (each.to(weight.device, non_blocking=True).float() for each in kept)
             if group["weight_decay"] != 0:
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
@@ -287,10 +285,10 @@ class BlockAdam(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class Beta1Product:
-    """Product of beta1 over the steps taken: `earlier` times `beta1 ** count`.
+    """Product of beta1 over the steps so far: `earlier` times `beta1 ** count`.
 
-    The newest steps of one beta1 are counted instead of multiplied: multiplication would round, and
-    the factor of a constant beta1 would differ from 1.
+    The newest steps with the same beta1 are counted instead of multiplied, because multiplication
+    would round, and the factor of a constant beta1 would differ from 1.
     """
 
     earlier: float = 1.0
@@ -302,14 +300,15 @@ class Beta1Product:
         return self.earlier * self.beta1**self.count
 
     def times(self, beta1: float) -> Beta1Product:
-        """The product after one more step."""
+        """Return the product after one more step."""
         if beta1 == self.beta1:
             return Beta1Product(self.earlier, beta1, self.count + 1)
         # A new beta1 starts a new count; the product so far becomes one number.
         return Beta1Product(self.value, beta1, 1)
 
     def lr_factor(self, steps: int) -> float:
-        """Factor on the learning rate of step `steps` (from 1), the newest in this product."""
+        """Return the factor on the learning rate of step `steps` (from 1), the newest in this
+        product."""
         return float((1.0 - self.beta1**steps) / (1.0 - self.value))
 
     def state_dict(self) -> dict[str, Any]:
@@ -317,6 +316,6 @@ class Beta1Product:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any] | None, beta1: float, steps: int) -> Beta1Product:
-        """The saved product; `beta1 ** steps` for a checkpoint of an earlier version, which has
-        none."""
+        """Return the saved product; `beta1 ** steps` for a checkpoint of an earlier version, which
+        has none."""
         return cls(beta1=beta1, count=steps) if state is None else cls(**state)

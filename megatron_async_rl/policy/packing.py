@@ -1,16 +1,17 @@
-"""How the segments of samples lie in the rows of a micro-batch: one in each, padded (`Padded`), or
-all in one, end to end (`Packed`).
+"""Layout of samples' segments in the rows of a micro-batch: one segment per row, padded (`Padded`),
+or all in one row, end to end (`Packed`).
 
 Invariants:
-- only this file knows it: planning, building and the attention of a micro-batch use the layout, and
-  what comes after the hidden states sees response tokens alone;
-- a sample is never cut, nor are its segments parted; no token sees one of another segment;
+- only this file depends on the layout's form: planning, building and the attention of a micro-batch
+  use its interface, and all code after the hidden states gets response tokens alone;
+- a sample is never cut, and its segments stay together; no token attends to another segment;
 - positions count from 0 in every segment;
 - rows x length of a micro-batch never exceeds the token budget, and the length is a multiple of
   `multiple`, which sequence and context parallelism require;
-- context-parallel ranks cut each segment alike, so its length in a row is a multiple of its chunks;
-- what fills a row up comes after its last segment, so that no real token sees it (attention is
-  causal).
+- context-parallel ranks cut each segment in the same way, so its length in a row is a multiple of
+  its chunks;
+- the filling of a row comes after its last segment, so that no real token attends to it (attention
+  is causal).
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ MICRO_BATCH_COSTS = (256, 128, 64, 32, 16)
 """Fixed cost of a padded micro-batch, in tokens: see `Padded.cut`."""
 
 MAX_PADDING = 0.1
-"""Share of the computed tokens from which on padding is worth more micro-batches than by their
-cost."""
+"""Share of padding in the computed tokens above which more micro-batches are used than their cost
+alone would justify."""
 
 
 @dataclass(frozen=True)
 class SequenceLayout(ABC):
-    """`fed` below: [G] int64, the tokens that each segment of a micro-batch feeds to the model, in
-    order; empty for a micro-batch of padding, which is one row of `multiple` tokens. `counts`: [S]
-    int64, the segments of each sample.
+    """Interface of layouts. `fed` below: [G] int64, the tokens that each segment of a micro-batch
+    feeds to the model, in order; empty for a micro-batch of padding, which is one row of `multiple`
+    tokens. `counts`: [S] int64, the segments of each sample.
 
-    multiple: of a row's length, a multiple of `context.multiple`. context: this rank's place among
-    those that share the rows; all else describes whole rows.
+    multiple: divisor of a row's length, a multiple of `context.multiple`. context: this rank's
+    place among those that share the rows; all other values describe whole rows.
     """
 
     multiple: int = 1
@@ -56,38 +57,38 @@ class SequenceLayout(ABC):
         counts: NDArray[np.int64],
         budget: int,
     ) -> list[tuple[int, ...]]:
-        """The samples `share` (indices into `counts`) as micro-batches, each longest first. Each of
-        them alone fits into the budget."""
+        """Return the samples `share` (indices into `counts`) as micro-batches, each longest first.
+        Each of them alone fits into the budget."""
 
     @abstractmethod
     def room(self, fed: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[S]: tokens of a micro-batch of each sample alone."""
+        """Return the tokens of a micro-batch of each sample alone: [S]."""
 
     @abstractmethod
     def shape(self, fed: NDArray[np.int64]) -> tuple[int, int]:
-        """(rows, length)."""
+        """Return (rows, length)."""
 
     @abstractmethod
     def starts(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[G]: where each segment begins in the flattened rows."""
+        """Return the offset of each segment in the flattened rows: [G]."""
 
     @abstractmethod
     def lengths(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Lengths of the sequences that attention sees, in order, with what fills them up; they are
-        all of the rows."""
+        """Return the lengths of the sequences for attention, in order, including their filling;
+        together they are all of the rows."""
 
     def own(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Places in the flattened rows of this rank's tokens, row by row."""
+        """Return the positions in the flattened rows of this rank's tokens, row by row."""
         lengths = self.lengths(fed)
         return self.context.own(np.cumsum(lengths) - lengths, lengths)
 
     def positions(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Position in its sequence of each token of the flattened rows."""
+        """Return the position in its sequence of each token of the flattened rows."""
         lengths = self.lengths(fed)
         return spans(np.zeros_like(lengths), lengths)
 
     def packing(self, fed: NDArray[np.int64]) -> PackedSequences | None:
-        """The attention's boundaries within the row, on the host; null where a row is one
+        """Return the attention's boundaries within the row, on the host; null if a row is one
         segment."""
         return None
 
@@ -98,7 +99,7 @@ class SequenceLayout(ABC):
 @dataclass(frozen=True)
 class Padded(SequenceLayout):
     """A row for each segment, right-padded to the longest of the micro-batch. Under the causal mask
-    no real token can see the padding, so no attention mask is needed."""
+    no real token attends to the padding, so no attention mask is needed."""
 
     def cut(
         self,
@@ -107,15 +108,15 @@ class Padded(SequenceLayout):
         counts: NDArray[np.int64],
         budget: int,
     ) -> list[tuple[int, ...]]:
-        """On one CPU core a micro-batch takes by itself (however small it is: kernels are started,
-        gradients are added up) as long as some 250 tokens do for a model of 0.3 million parameters,
-        150 for one of 1 million, fewer for larger ones. So the cut is the cheapest at the first of
-        MICRO_BATCH_COSTS, unless more than MAX_PADDING of it is padding; then at the next one. The
-        last bounds how many micro-batches a few samples are cut into. A sample of several segments
-        is a micro-batch by itself.
+        """Return the cheapest division. On one CPU core the fixed cost of a micro-batch (starting
+        kernels, adding up gradients) equals the cost of about 250 tokens for a model of 0.3 million
+        parameters, 150 for one of 1 million, and fewer for larger ones. So the result is the
+        cheapest division at the first of MICRO_BATCH_COSTS, unless more than MAX_PADDING of it is
+        padding; then at the next one. The last one limits the number of micro-batches for a few
+        samples. A sample of several segments is a micro-batch by itself.
         """
         several = counts[share] > 1
-        # A row holds one segment, and a sample is never parted: its segments are rows of one
+        # A row contains one segment, and a sample is never divided: its segments are rows of one
         # micro-batch.
         share, alone = share[~several], share[several]
         lengths = self.room(fed, counts)
@@ -123,7 +124,7 @@ class Padded(SequenceLayout):
         for fixed in MICRO_BATCH_COSTS:
             found = cheapest_cut(share, lengths, budget, fixed)
             computed = sum(len(rows) * int(lengths[rows[0]]) for rows in found)
-            # The first cost whose cut wastes little is taken: larger costs mean fewer
+            # Use the first cost whose division has little padding: larger costs mean fewer
             # micro-batches.
             if real >= (1.0 - MAX_PADDING) * computed:
                 break
@@ -147,8 +148,8 @@ class Padded(SequenceLayout):
 
 @dataclass(frozen=True)
 class Packed(SequenceLayout):
-    """One row: the segments end to end, each filled up to a multiple of its chunks. What fills the
-    row up to `multiple` belongs to the last of them."""
+    """One row: the segments end to end, each filled up to a multiple of its chunks. The filling of
+    the row up to `multiple` belongs to the last segment."""
 
     def cut(
         self,
@@ -163,12 +164,12 @@ class Packed(SequenceLayout):
         first = np.cumsum(counts) - counts
         ordered = share[np.lexsort((share, -np.add.reduceat(fed, first)[share]))]
         tokens = np.add.reduceat(self._filled(fed), first)[ordered]
-        # Rows are filled up to a multiple, so the budget beyond the last multiple is of no use.
+        # Rows are filled up to a multiple, so the budget beyond the last multiple is unusable.
         room = budget // self.multiple * self.multiple
         count = -(-int(tokens.sum()) // room)
         while True:
-            # The fewest parts that fit: longest-first division may need one more than the sum
-            # requires.
+            # The smallest number of parts that fit: longest-first division may need one more than
+            # the sum requires.
             part = balanced(tokens, count)
             if np.bincount(part, tokens).max(initial=0) <= room:
                 return [tuple(ordered[part == number].tolist()) for number in range(count)]
@@ -186,13 +187,13 @@ class Packed(SequenceLayout):
 
     def lengths(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
         lengths = self._filled(fed) if len(fed) else np.array([self.multiple])
-        # The filling extends the last segment and comes after its tokens, so no real token sees
+        # The filling extends the last segment and follows its tokens, so no real token attends to
         # it.
         lengths[-1] += -int(lengths.sum()) % self.multiple
         return lengths
 
     def packing(self, fed: NDArray[np.int64]) -> PackedSequences:
-        # On the host: all offsets of a plan are uploaded together (batching.py).
+        # On the host, because all offsets of a plan are uploaded together (batching.py).
         return PackedSequences.of(self.lengths(fed), torch.device("cpu"), self.context.size)
 
     def _filled(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -212,10 +213,10 @@ def sequence_layout(
 
 
 def balanced(tokens: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
-    """[S] in 0..parts-1: longest first into the part with fewest tokens."""
+    """Return [S] in 0..parts-1: longest first into the part with fewest tokens."""
     part = np.zeros(len(tokens), dtype=np.int64)
     lightest = [(0, number) for number in range(parts)]
-    # Stable, so that ranks order samples of one length alike.
+    # Stable, so that all ranks use the same order for samples of equal length.
     for unit in np.argsort(-tokens, kind="stable").tolist():
         load, number = lightest[0]
         part[unit] = number
@@ -226,15 +227,15 @@ def balanced(tokens: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
 def cheapest_cut(
     share: NDArray[np.int64], lengths: NDArray[np.int64], budget: int, fixed: int
 ) -> list[tuple[int, ...]]:
-    """The padded micro-batches, longest samples first, that cost least: each the tokens it
-    computes, padding included, and `fixed` more.
+    """Return the cheapest padded micro-batches, longest samples first. The cost of each is the
+    number of tokens it computes, including padding, plus `fixed`.
 
-    Rows of a micro-batch are neighbours in length, so the cheapest cut is found from the longest
-    on: the cheapest cut before a run of samples, plus the run.
+    Rows of a micro-batch are adjacent in length, so the cheapest division is found from the longest
+    on: the cheapest division before a run of samples, plus the run.
     """
     ordered = share[np.lexsort((share, -lengths[share]))]
 
-    # Samples of one length are cut apart only where the budget requires it.
+    # Samples of equal length are separated only if the budget requires it.
     distinct, counts = np.unique(lengths[ordered], return_counts=True)
     longest, ends = distinct[::-1], np.concatenate(([0], np.cumsum(counts[::-1])))
     cheapest, came_from = np.zeros(len(ends)), np.zeros(len(ends), dtype=np.int64)
@@ -250,7 +251,7 @@ def cheapest_cut(
     while end:
         start = int(came_from[end])
         rows = ordered[ends[start] : ends[end]]
-        # A run of one length may exceed the budget; it is cut into nearly equal pieces.
+        # A run of one length may exceed the budget; it is divided into nearly equal pieces.
         pieces = -(-len(rows) // (budget // int(longest[start])))
         found += [tuple(piece.tolist()) for piece in np.array_split(rows, pieces)[::-1]]
         end = start

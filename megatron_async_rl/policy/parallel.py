@@ -2,17 +2,17 @@
 gradient.
 
 Invariants:
-- every collective of the policy runs in a group of this layout, with the deadline given to
+- every collective of the policy runs in a group of this layout, with the deadline passed to
   `initialise`;
 - ranks are ordered tensor fastest, then context, data and pipeline (Megatron's order); a pipeline
   rank holds `virtual_stages` model chunks, chunk v of rank p being stage v * pp_size + p of the
   model;
 - experts are whole (never cut by tensor parallelism): a stage's ranks in order form expert-parallel
-  groups of `ep_size`, and what context- and data-parallel ranks are to other parameters, the other
-  groups are to experts: replicas;
-- context-parallel ranks train the samples of one data-parallel rank, each its part of every
-  sequence; their gradients add up as those of data-parallel ranks do;
-- an element of the model's gradient is counted by exactly one rank of the world
+  groups of `ep_size`. For experts, the other groups are replicas, like context- and data-parallel
+  ranks for other parameters;
+- context-parallel ranks train the samples of one data-parallel rank, each a part of every sequence;
+  their gradients add up like those of data-parallel ranks;
+- exactly one rank of the world counts an element of the model's gradient
   (`GradientShard.counted`).
 """
 
@@ -31,13 +31,13 @@ from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.watchdog.events import timed_out
 
 LONG_WAIT_TIMEOUT = timedelta(days=7)
-"""Deadline of ranks that wait for what rank 0 waits for. Rank 0 knows whether that moves, and the
-watchdog whether rank 0 does."""
+"""Deadline of ranks while they wait for rank 0, whatever it waits for. Rank 0 notices if its own
+wait makes no progress, and the watchdog notices if rank 0 makes none."""
 
 
 class RankZeroFailed(RuntimeError):
-    """Rank 0 raised while the other ranks waited for its result. `timed_out`: it was a wait that
-    was over."""
+    """Rank 0 raised while the other ranks waited for its result. `timed_out`: True if its error was
+    an exceeded deadline."""
 
     consequence = True
 
@@ -48,8 +48,8 @@ class RankZeroFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's place. Groups are torch process groups; `cpu_group` spans the world over gloo,
-    for Python objects."""
+    """This rank's position in the layout. Groups are torch process groups; `cpu_group` is the world
+    over gloo, for Python objects."""
 
     device_type: str
     device: torch.device
@@ -85,38 +85,38 @@ class Layout:
         return self.pp_rank == 0
 
     def dp_rank_of(self, rank: int) -> int:
-        """The data-parallel rank of a rank of the world."""
+        """Return the data-parallel rank of a rank of the world."""
         return rank // (self.tp_size * self.cp_size) % self.dp_size
 
     @property
     def replica(self) -> int:
-        """Index from 0 of the copy of its parameters, except experts, that this rank holds: its
-        rank among the data- and context-parallel ranks."""
+        """Index from 0 of this rank's copy of its parameters, except experts: its rank among the
+        data- and context-parallel ranks."""
         return self.dp_rank * self.cp_size + self.cp_rank
 
     @property
     def expert_replica(self) -> int:
-        """Index from 0 of the copy of its experts that this rank holds: its rank among the stage's
-        ranks with the same experts."""
+        """Index from 0 of this rank's copy of its experts: its rank among the stage's ranks with
+        the same experts."""
         return (self.replica * self.tp_size + self.tp_rank) // self.ep_size
 
     def replicas_of(self, parameter: torch.Tensor) -> Any:
-        """The ranks that hold the same elements of a parameter, experts or not."""
+        """Return the group of ranks that hold the same elements of a parameter, experts or not."""
         # Megatron marks experts, which have other replicas than the rest of a stage.
         divided = not getattr(parameter, "allreduce", True)
         return self.expert_replica_group if divided else self.replica_group
 
     @property
     def records_outputs(self) -> bool:
-        """True on one of the ranks of a stage that compute the same outputs of the same samples."""
+        """True on exactly one of the ranks of a stage that compute the same outputs."""
         return self.tp_rank == 0 and self.cp_rank == 0
 
     def is_first_chunk(self, virtual_stage: int) -> bool:
-        """The chunk that holds the embedding."""
+        """Return True for the chunk with the embedding."""
         return self.is_first_stage and virtual_stage == 0
 
     def is_last_chunk(self, virtual_stage: int) -> bool:
-        """The chunk that holds the final norm and the output layer."""
+        """Return True for the chunk with the final norm and the output layer."""
         return self.is_last_stage and virtual_stage == self.virtual_stages - 1
 
     @property
@@ -124,10 +124,10 @@ class Layout:
         return self.pp_rank == self.pp_size - 1
 
     def from_rank_zero[T](self, make: Callable[[], T], group: Any = None) -> T:
-        """Collective. `make` runs on rank 0 alone, as long as it takes; every rank returns its
-        (pickled) result. group: null for `patient_group`.
+        """Return the (pickled) result of `make` on every rank. It runs on rank 0 alone, as long as
+        it takes. Collective. group: null for `patient_group`.
 
-        Raises on rank 0 what `make` raised, and RankZeroFailed with its text on the others.
+        Raises `make`'s error on rank 0, and RankZeroFailed with its text on the others.
         """
         if self.world_size == 1:
             return make()
@@ -138,12 +138,12 @@ class Layout:
                 message = [("result", make(), False)]
             except BaseException as error:  # noqa: BLE001 - raised again below, once the other ranks are notified
                 failure = error
-                # As text: an exception of a library may not survive pickling.
+                # As text, because an exception of a library may not survive pickling.
                 message = [("failure", f"{type(error).__name__}: {error}", timed_out(error))]
-        # Always reached, also after a failure: the other ranks wait in this broadcast.
+        # Always reached, even after a failure, because the other ranks wait in this broadcast.
         dist.broadcast_object_list(message, src=0, group=group or self.patient_group)
         if failure is not None:
-            # Only after the broadcast, so that no rank is left waiting.
+            # Only after the broadcast, so that no rank waits forever.
             raise failure
         kind, value, over = message[0]
         if kind == "failure":
@@ -151,22 +151,22 @@ class Layout:
         return value
 
     def gathered[T](self, mine: T, group: Any = None) -> list[T]:
-        """Return what each rank gave (pickled), in their order. Collective over the world. group:
-        null for `cpu_group`."""
+        """Return the (pickled) argument of each rank, in their order. Collective over the world.
+        group: null for `cpu_group`."""
         found: list[Any] = [mine] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(found, mine, group=group or self.cpu_group)
         return found
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Collective over the world: adds up integers where they lie, modulo 2^64, in place."""
+        """Add up integers over the world in place, modulo 2^64; return them. Collective."""
         if self.world_size > 1:
             on_host = numbers.device.type == "cpu"
             dist.all_reduce(numbers, group=self.cpu_group if on_host else self.world_group)
         return numbers
 
     def barrier(self, group: Any = None) -> None:
-        """Collective over the world. group: null for `cpu_group`."""
+        """Wait for all ranks of the world. Collective. group: null for `cpu_group`."""
         if self.world_size > 1:
             dist.barrier(group=group or self.cpu_group)
 
@@ -174,7 +174,7 @@ class Layout:
         """Destroy the process groups; afterwards the layout is unusable."""
         from megatron.core import parallel_state
 
-        # Megatron's groups first: they are subgroups of the world.
+        # Megatron's groups first, because they are subgroups of the world.
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
@@ -182,8 +182,8 @@ class Layout:
 def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> Layout:
     """Join the ranks that torchrun started (or a world of one without torchrun). Collective.
 
-    `timeout_s`: deadline of every collective but `from_rank_zero`. Raises ValueError when the ranks
-    do not fit `parallel`.
+    `timeout_s`: deadline of every collective except `from_rank_zero`. Raises ValueError if the
+    ranks do not fit `parallel`.
     """
     from megatron.core import parallel_state
 
@@ -205,11 +205,11 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
             f"policy.parallel.expert ({parallel.expert}) must divide a stage's ranks: ranks"
             f" ({world_size}) over pipeline ({parallel.pipeline})"
         )
-    # Checks precede the first collective: a wrong world size would hang in it.
+    # Checks precede the first collective, in which a wrong world size would hang.
     timeout = timedelta(seconds=timeout_s)
     backend = "gloo" if device_type == "cpu" else "nccl"
     if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        # All ranks are on this machine: gloo need not resolve the host's name, which containers
+        # All ranks are on this machine, so gloo need not resolve the host's name, which containers
         # often cannot.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "RANK" in os.environ:
@@ -258,7 +258,7 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
             if backend == "gloo"
             else dist.new_group(backend="gloo", timeout=timeout)
         ),
-        # New groups are collective: every rank makes them in this order.
+        # Creating groups is collective: every rank does it in this order.
         patient_group=dist.new_group(backend="gloo", timeout=LONG_WAIT_TIMEOUT),
         writing_group=dist.new_group(backend="gloo", timeout=LONG_WAIT_TIMEOUT),
     )

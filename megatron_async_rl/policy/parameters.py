@@ -1,22 +1,30 @@
 """The model's parameters: their names and shapes in Megatron and in Hugging Face's files, over all
-pipeline stages; and a Hugging Face directory into this rank's part of them.
+pipeline stages; and loading of this rank's part from a Hugging Face directory.
 
-`bridge` is the policy's mbridge bridge: it maps names and cuts fused tensors; nothing here knows a
-model type.
+`bridge` is the policy's mbridge bridge: it maps names and cuts fused tensors, so no code here
+depends on a model type.
 
-Names are canonical (layers.py), but for `local_name`. Experts are numbered over the whole model in
-them; a rank's module numbers those it holds from 0. With expert parallelism one local parameter is
-as many parameters of the model as there are expert-parallel ranks, each an entry of its own with an
+Names are canonical (layers.py), except `local_name`. They number experts over the whole model,
+while a rank's module numbers its own from 0. With expert parallelism one local parameter stands for
+one parameter of the model on each expert-parallel rank, and each of these is an entry with an
 owner.
+
+A rank's shard of a Megatron parameter has some rows and columns of Hugging Face's tensors (`Cuts`):
+
+    shard of qkv, rank 1 of 2: rows q q k v | q q k v <-> q_proj rows 4..7, k_proj, v_proj 2..3
+    shard of linear_proj:      columns 2nd half       <-> o_proj columns 2nd half
+
+The bridge determines which: once for each kind of parameter, it maps numbers instead of weights.
+The cuts read files into shards, and write shards into staged versions (weights/export.py).
 
 Invariants of loading:
 - every parameter of every stage is loaded and every tensor of the directory is used, or
-  WeightsDoNotFit names what is not;
-- the check comes first, on all ranks alike, from the files' headers: a model is never left half
-  loaded;
-- a rank reads of the files what it keeps, in blocks of rows: no tensor is whole in its memory,
-  neither for the model nor for Adam's float32 weights at a run's start. The shard of an FP8
-  weight is whole, because its scales are made of it.
+  WeightsDoNotFit names the others;
+- the check comes first, is equal on all ranks, and only reads the files' headers: a model is never
+  left half loaded;
+- a rank only reads the parts of the files that it keeps, in blocks of rows: it never holds a whole
+  tensor, neither for the model nor for Adam's float32 weights at a run's start. Only the shard of
+  an FP8 weight is read whole, because its scales are computed from it.
 """
 
 from __future__ import annotations
@@ -25,8 +33,10 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,35 +44,208 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_async_rl.policy.cuts import Cut, Cuts, ParameterEntry
 from megatron_async_rl.policy.fp8 import is_quantised
 
 NOT_EXPORTED = ("value_head.",)
-"""Beginnings of the names of parameters that only training has: in no Hugging Face directory and in
-no engine."""
+"""Prefixes of the names of parameters that only training has: they are in no Hugging Face directory
+and in no engine."""
 ADAPTER = ".adapters."
 """Part of the names of low-rank adapter parameters (lora.py). Hugging Face directories and
 engines hold adapters merged into the weights; PEFT's files hold them separately."""
 EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
-"""The number of an expert in a canonical parameter name."""
+"""Number of an expert in a canonical parameter name."""
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes by their names in safetensors."""
 BLOCK_ELEMENTS = 2**24
-"""Most elements of a file that are read at a time, but for a single row."""
+"""Largest number of elements of a file that are read at a time, unless a single row has more."""
 DERIVED = ("rotary_emb.inv_freq",)
-"""Endings of tensors that old checkpoints store although the configuration determines them."""
+"""Suffixes of tensors that old checkpoints store although the configuration determines them."""
+
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """One Megatron parameter. `name` is global (layers numbered over the whole model), `local_name`
+    is that in its chunk.
+
+    owner: the expert-parallel rank that holds it; None for a parameter that all of them hold.
+    shard_shape: on each tensor-parallel rank. partition_dim: the dimension that is cut over them,
+    None if replicated. hf_names, hf_shapes: the full tensors that it combines, in the bridge's
+    order.
+    """
+
+    stage: int
+    owner: int | None
+    chunk: int
+    local_name: str
+    name: str
+    dtype: torch.dtype
+    shard_shape: tuple[int, ...]
+    partition_dim: int | None
+    hf_names: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def shard_elements(self) -> int:
+        return prod(self.shard_shape)
+
+    @property
+    def hf_bytes(self) -> int:
+        return sum(prod(shape) for shape in self.hf_shapes) * self.dtype.itemsize
+
+    def like(self) -> SimpleNamespace:
+        """Return the attributes of a parameter that the bridge reads when it merges shards."""
+        return SimpleNamespace(
+            tensor_model_parallel=self.partition_dim is not None, partition_dim=self.partition_dim
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Part of a Hugging Face tensor in a tensor-parallel rank's shard of its parameter.
+
+    tensor: index of the tensor. first, column: where the part begins in the tensor, in its first
+    and second dimension. source: the part's rows in the shard, or a vector's elements, in order.
+    """
+
+    tensor: int
+    first: int
+    column: int
+    source: Tensor
+
+    def share(self, holder: int, holders: int) -> Cut:
+        """Return one of `holders` equal parts by rows."""
+        start, end = (len(self.source) * number // holders for number in (holder, holder + 1))
+        return Cut(self.tensor, self.first + start, self.column, self.source[start:end])
+
+    def rows(self, device: torch.device) -> slice | Tensor:
+        """Return the part's rows as an index of the shard; a slice, which costs no copy, if they
+        are contiguous."""
+        start, count = int(self.source[0]), len(self.source)
+        if torch.equal(self.source, torch.arange(start, start + count)):
+            return slice(start, start + count)
+        return self.source.to(device)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (first row in the tensor, first row in the shard, number of rows) of each run that
+        is contiguous in both."""
+        first = self.first
+        for run in _runs(self.source):
+            yield first, int(run[0]), len(run)
+            first += len(run)
+
+
+class Cuts:
+    """Cuts of this tensor-parallel rank's shards, computed once per kind of parameter."""
+
+    def __init__(self, bridge: Any) -> None:
+        self._bridge = bridge
+        self._known: dict[Any, list[Cut]] = {}
+
+    def of(self, entry: ParameterEntry) -> list[Cut]:
+        """Return the cuts of the shard of `entry`. Raises ValueError for a parameter that does not
+        consist of rows and columns of its tensors."""
+        # Layers and experts of one kind have the same cuts.
+        kind = (re.sub(r"\d+", "", entry.name), entry.shard_shape, entry.partition_dim)
+        if kind not in self._known:
+            self._known[kind] = _cuts_of(self._bridge, entry)
+        return self._known[kind]
+
+
+def _cuts_of(bridge: Any, entry: ParameterEntry) -> list[Cut]:
+    below, *across = (_traced(bridge, entry, dim) for dim in range(len(entry.shard_shape)))
+    rank = bridge.mpu.tp_rank
+    cuts = []
+    for tensor, rows in enumerate(below):
+        columns = across[0][tensor] if across else torch.zeros(1, dtype=rows.dtype)
+        own, own_columns = (
+            torch.nonzero(line // entry.shard_shape[dim] == rank).flatten()
+            if dim == entry.partition_dim
+            else torch.arange(len(line))
+            for dim, line in enumerate((rows, columns))
+        )
+        wide = entry.shard_shape[1] if across else 1
+        start = int(own_columns[0])
+        expected = torch.arange(wide) + (wide * rank if entry.partition_dim == 1 else 0)
+        # A permutation of columns cannot be represented as one block of columns.
+        if not torch.equal(columns[start : start + wide], expected):
+            raise _NotCut(entry)
+        for run in _runs(own):
+            source = rows[run] % entry.shard_shape[0]
+            cuts.append(Cut(tensor, int(run[0]), start, source))
+    # A row in no cut would never be loaded.
+    if not _covers(bridge, entry, cuts):
+        raise _NotCut(entry)
+    return cuts
+
+
+def _covers(bridge: Any, entry: ParameterEntry, cuts: Sequence[Cut]) -> bool:
+    """Return True if each row of the shard is in one cut, except vocabulary padding at the end."""
+    held = torch.cat([cut.source for cut in cuts]) if cuts else torch.arange(0)
+    wanted = entry.shard_shape[0]
+    if [shape[0] for shape in entry.hf_shapes] == [bridge.vocab_size]:
+        before = bridge.mpu.tp_rank * wanted if entry.partition_dim == 0 else 0
+        wanted = min(wanted, max(0, bridge.vocab_size - before))
+    return torch.equal(held.sort().values, torch.arange(wanted))
+
+
+class _NotCut(ValueError):
+    def __init__(self, entry: ParameterEntry) -> None:
+        super().__init__(
+            f"{entry.name} is not made of whole rows and columns of {', '.join(entry.hf_names)}:"
+            " policy/parameters.py cannot cut it"
+        )
+
+
+def _traced(bridge: Any, entry: ParameterEntry, dim: int) -> list[Tensor]:
+    """Return the source index of each row or column (dimension `dim`) of the parameter's Hugging
+    Face tensors, counted over the concatenated shards of all ranks."""
+    size = entry.shard_shape[dim]
+    ranks = bridge.mpu.tp_size if dim == entry.partition_dim else 1
+    line = [1] * len(entry.shard_shape)
+    line[dim] = size
+    # int32 row numbers pass through the bridge instead of weights.
+    numbers = torch.arange(size * ranks, dtype=torch.int32)
+    shards = [one.view(line) for one in numbers.chunk(ranks)]
+    places = bridge.merge(entry.name, shards, entry.like()) if ranks > 1 else shards[0]
+
+    whole = list(places.shape)
+    if dim == 1:  # rows are distinguished; their numbers are one row in memory
+        # Expanded, not copied: one row of numbers stands for all rows.
+        whole[0] = entry.shard_shape[0]
+        if entry.partition_dim == 0:
+            whole[0] *= bridge.mpu.tp_size
+    found = []
+    tensors = bridge.to_hugging_face(entry.name, places.expand(whole))[1]
+    for tensor, shape in zip(tensors, entry.hf_shapes, strict=True):
+        across = 1 - dim
+        first = tensor if tensor.dim() == 1 else tensor.select(across, 0)
+        equal = tensor.dim() == 1 or tensor.stride(across) == 0  # one number in memory
+        if not equal and not torch.equal(tensor, first.unsqueeze(across).expand_as(tensor)):
+            raise _NotCut(entry)
+        if len(first) != shape[dim]:
+            raise _NotCut(entry)
+        found.append(first.long())
+    return found
+
+
+def _runs(places: Tensor) -> list[Tensor]:
+    """Split where a number does not follow the one before it."""
+    if not len(places):
+        return []
+    ends = torch.nonzero(places.diff() != 1).flatten() + 1
+    return list(torch.tensor_split(places, ends))
 
 
 def trainable(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Names and parameters that the optimizer moves, in module order: all of them, or adapters and
-    a value head. Copies, checkpoints and gradients are of these."""
+    """Yield names and parameters that the optimizer updates, in module order: all of them, or
+    adapters and a value head. Copies, checkpoints and gradients contain the same ones."""
     return ((name, p) for name, p in chunk.named_parameters() if p.requires_grad)
 
 
 def local_entries(
     bridge: Any, chunks: Sequence[torch.nn.Module], *, adapters: bool = False
 ) -> list[ParameterEntry]:
-    """The parameters that this rank holds; see `stage_entries`."""
+    """Return the parameters that this rank holds; see `stage_entries`."""
     return [
         entry
         for entry in stage_entries(bridge, chunks, adapters=adapters)
@@ -73,8 +256,8 @@ def local_entries(
 def stage_entries(
     bridge: Any, chunks: Sequence[torch.nn.Module], *, adapters: bool = False
 ) -> list[ParameterEntry]:
-    """The parameters of this rank's stage, in module order and by owner: those of the model,
-    without what only training has, or those of its adapters."""
+    """Return the parameters of this rank's stage, in module order and by owner: those of the model,
+    without those that only training has, or those of its adapters."""
     entries = []
     for index, chunk in enumerate(chunks):
         global_names = bridge.global_names(chunk)
@@ -82,7 +265,7 @@ def stage_entries(
             if local_name.startswith(NOT_EXPORTED) or (ADAPTER in local_name) != adapters:
                 continue
             numbered = global_names[local_name]
-            # Megatron marks experts as cut over expert-tensor-parallel ranks; there is one.
+            # Megatron marks experts as cut over expert-tensor-parallel ranks. There is always one.
             cut = (
                 bool(getattr(parameter, "tensor_model_parallel", False))
                 and EXPERT.search(numbered) is None
@@ -112,8 +295,8 @@ def stage_entries(
 
 
 def _owners(bridge: Any, name: str) -> list[tuple[int | None, str]]:
-    """(owner, global name) of every parameter of the model that `name`, with its expert numbered
-    locally, stands for."""
+    """Return (owner, global name) of every parameter of the model for which `name`, with its expert
+    numbered locally, stands."""
     found = EXPERT.search(name)
     ranks = bridge.mpu.ep_size
     if found is None or ranks == 1:
@@ -126,7 +309,7 @@ def _owners(bridge: Any, name: str) -> list[tuple[int | None, str]]:
 def whole_model_names(
     bridge: Any, chunk: torch.nn.Module
 ) -> Iterator[tuple[torch.nn.Parameter, str]]:
-    """The chunk's parameters and their names in the whole model."""
+    """Yield the chunk's parameters and their names in the whole model."""
     global_names = bridge.global_names(chunk)
     for local_name, parameter in chunk.named_parameters():
         owners = dict(_owners(bridge, global_names[local_name]))
@@ -136,8 +319,8 @@ def whole_model_names(
 def all_entries(
     bridge: Any, chunks: Sequence[torch.nn.Module], *, adapters: bool = False
 ) -> list[ParameterEntry]:
-    """The parameters of all stages, first stage first; see `stage_entries`. Collective over the
-    pipeline group."""
+    """Return the parameters of all stages, first stage first; see `stage_entries`. Collective over
+    the pipeline group."""
     mine = stage_entries(bridge, chunks, adapters=adapters)
     if bridge.mpu.pp_size == 1:
         return mine
@@ -148,8 +331,8 @@ def all_entries(
 
 
 def merged(bridge: Any, entry: ParameterEntry, shards: Sequence[Tensor]) -> list[Tensor]:
-    """The full Hugging Face tensors of `entry` from its tensor-parallel shards, in the order of
-    `hf_names`."""
+    """Return the full Hugging Face tensors of `entry` from its tensor-parallel shards, in the order
+    of `hf_names`."""
     if entry.partition_dim is None:
         whole = shards[0]
     else:
@@ -159,7 +342,7 @@ def merged(bridge: Any, entry: ParameterEntry, shards: Sequence[Tensor]) -> list
 
 
 class WeightsDoNotFit(ValueError):
-    """The tensors of a model directory are not those of the model its config.json describes."""
+    """The tensors of a model directory differ from those of the model in its config.json."""
 
 
 class HuggingFaceTensors:
@@ -190,17 +373,17 @@ class HuggingFaceTensors:
         return tuple(self._handles[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Null for a name that no model here has."""
+        """Return a tensor's dtype; null for a name that no supported model has."""
         return FILE_DTYPES.get(self._handles[name].get_slice(name).get_dtype())
 
     def fill(
         self, target: Tensor, entry: ParameterEntry, cuts: Sequence[Cut], start: int = 0
     ) -> None:
-        """Write this rank's shard of `entry`, row after row, into `target`, which is flat and has
-        the dtype and device that it has; from the shard's element `start` on, as many as there is
-        room for. Rows of vocabulary padding are zero."""
+        """Write this rank's shard of `entry`, row after row, into `target`, which is flat and keeps
+        its dtype and device; from the shard's element `start` on, until `target` is full. Rows of
+        vocabulary padding are zero."""
         width, end = prod(entry.shard_shape[1:]), start + target.numel()
-        # In blocks of rows: a rank never holds a whole tensor.
+        # In blocks of rows, so that a rank never holds a whole tensor.
         maximum = max(1, BLOCK_ELEMENTS // width)
         if sum(len(cut.source) for cut in cuts) < entry.shard_shape[0]:
             # Rows of vocabulary padding are in no cut.
@@ -229,7 +412,7 @@ class HuggingFaceTensors:
 
 
 def safetensor_files(directory: Path) -> list[Path]:
-    """The files that hold the model: those of the index where there is one, else
+    """Return the files that contain the model: those of the index if there is one, else
     model.safetensors, else all. Raises FileNotFoundError."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
@@ -263,7 +446,7 @@ def load_hf(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> 
             for entry in entries
             for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)
         }
-        # From headers alone, before any weight is written, and alike on all ranks.
+        # From headers alone, before any weight is written, and equal on all ranks.
         problems = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.names)]
         problems += [
             f"{name} is in the files but not in the model"
@@ -288,9 +471,8 @@ def load_hf(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> 
                 if not is_quantised(parameter):
                     tensors.fill(parameter.view(-1), entry, cuts.of(entry))
                     continue
-                # Its scales are of the whole shard.
-                # In the parameter's own type where the file has it: a detour through float32
-                # costs memory.
+                # Its scales depend on the whole shard. It is read in the parameter's own dtype if
+                # the file has it, because a conversion to float32 costs memory.
                 same = {tensors.dtype(name) for name in entry.hf_names} == {parameter.dtype}
                 shard = torch.empty(
                     entry.shard_shape, dtype=parameter.dtype if same else torch.float32

@@ -1,23 +1,23 @@
-"""The weights of the newest versions, and how far the present ones are from those that a batch's
-samples began under:
+"""The weights of the newest versions, and the distance of the present weights from those under
+which a batch's samples began:
 
-    D = theta - sum_v share_v theta_v        share_v: of the batch's trained tokens, those of
-                                             samples whose first token version v sampled
+    D = theta - sum_v share_v theta_v        share_v: share of the batch's trained tokens whose
+                                             sample got its first token from version v
 
-theta are the optimizer's own parameters, float32 whatever the model's dtype. Past ones come to the
-device a block at a time; one shard of D exists at a time.
+theta are the optimizer's own parameters, float32 whatever the model's dtype. Past ones are copied
+to the device one block at a time; one shard of D exists at a time.
 
 `WeightSnapshot` and `MasterSnapshot` are copies in host memory (page-locked on CUDA): of the
 model's parameters, or of the optimizer's weights if the model has FP8 weights. Copies of parameters
 are divided over the replicas of each parameter: every rank copies its part, which needs no
-collective, and the parts are gathered when they are put in place for a forward pass.
+collective, and the parts are gathered when they are restored for a forward pass.
 
 Invariants:
-- parameters are written in place: gradient buffers, the distributed optimizer's buffers and tied
-  weights alias them;
-- the weights in training are back after `restored_after`, bit for bit;
-- a divided copy holds and restores the bits of a whole one;
-- a device never holds more than two buckets of GATHERED bytes besides the model.
+- parameters are written in place, because gradient buffers, the distributed optimizer's buffers and
+  tied weights alias them;
+- `restored_after` restores the trained weights at its end, bit for bit;
+- a divided copy contains and restores the same bits as a whole one;
+- besides the model, a device never holds more than two buckets of GATHERED bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from megatron_async_rl.samples.rank_batch import RankBatch
 
 
 class SnapshotMissing(ValueError):
-    """A token was sampled by a version whose weights are no longer, or not yet, kept."""
+    """A token was sampled by a version whose weights are no longer kept, or not yet."""
 
     def __init__(self, version: int, current: int, held: Sequence[int], size: int) -> None:
         kept = ", ".join(map(str, held)) or "none"
@@ -83,27 +83,27 @@ class Snapshots[C: PastVersion]:
         return self._held
 
     def begin(self, version: int) -> None:
-        """Keep the present weights as those of `version`, in the memory of the oldest when there
-        are enough."""
+        """Keep the present weights as those of `version`, in the memory of the oldest version if
+        the store is full."""
         if version in self._held:
             return
         if len(self._held) < self._size:
             self._held[version] = self._copy()
             return
-        # Reused, not reallocated: page-locked memory is slow to get.
+        # Reused, because allocating page-locked memory is slow.
         _, oldest = self._held.popitem(last=False)
         oldest.update()
         self._held[version] = oldest
 
     @property
     def lasting(self) -> Mapping[int, C]:
-        """Versions that are still kept when the next version begins."""
-        # The oldest of a full store is overwritten when the next version begins.
+        """Return the versions that will still be kept when the next version begins."""
+        # The oldest version of a full store is overwritten when the next version begins.
         count = min(len(self._held), self._size - 1)
         return dict(list(self._held.items())[len(self._held) - count :])
 
     def of(self, version: int, *, current: int) -> C:
-        """Raise SnapshotMissing."""
+        """Return the copy of `version`. Raises SnapshotMissing."""
         if version not in self._held:
             raise SnapshotMissing(version, current, list(self._held), self._size)
         return self._held[version]
@@ -113,10 +113,10 @@ class Snapshots[C: PastVersion]:
 
 
 class WeightDisplacement:
-    """D, one tensor per gradient shard of this rank, computed when iterated over: between
-    `prepare_grads` and the step.
+    """D, one tensor per gradient shard of this rank. Iteration computes it, between `prepare_grads`
+    and the step.
 
-    past: (share, weights) of each version but the present one; not empty.
+    past: (share, weights) of each version except the present one; not empty.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class WeightDisplacement:
 
     @torch.no_grad()
     def add(self, amount: float) -> None:
-        """Move the end of the coming step by `amount` D: the optimizer's parameters are moved now,
-        and weight decay, which will act on what they are then, is allowed for."""
+        """Shift the result of the coming step by `amount` D. The optimizer's parameters are shifted
+        now, with compensation for the weight decay that the step will apply to them."""
         for parameter, group, difference in self._shards():
             # AdamW multiplies by `kept` in the step that follows: (x + a D / kept) kept = x kept
             # + a D.
@@ -156,20 +156,19 @@ def weight_displacement(
     *,
     moved: bool = False,
 ) -> WeightDisplacement | None:
-    """The displacement of an optimizer step's samples; null where all of them began under the
-    present weights. moved: the present weights are no longer those of the version that is trained.
-    Raises SnapshotMissing."""
+    """Return the displacement of an optimizer step's samples; null if all of them began under the
+    present weights. moved: True if the present weights are no longer those of the version that is
+    trained. Raises SnapshotMissing."""
     shares, version = start_shares(samples), samples.version
     if not moved:
-        # theta - theta_v is 0 for the present version, until an optimizer step moves the weights.
+        # theta - theta_v is 0 for the present version, until an optimizer step changes the weights.
         shares.pop(version, None)
     weights = [(share, past.of(each, current=version)) for each, share in sorted(shares.items())]
     return WeightDisplacement(weights, optimizer) if weights else None
 
 
 def start_shares(samples: RankBatch) -> dict[int, float]:
-    """Version -> its share of the trained tokens, each counted for the version that its sample
-    began under."""
+    """Return version -> share of the trained tokens whose sample began under it."""
     versions, which = np.unique(samples.start_versions, return_inverse=True)
     counts = np.bincount(which, samples.trained, minlength=len(versions))
     total = counts.sum()
@@ -181,30 +180,30 @@ def start_shares(samples: RankBatch) -> dict[int, float]:
 
 
 def _difference(now: Tensor, then: Sequence[tuple[float, Tensor]]) -> Tensor:
-    """sum_v share_v (now - then_v), where `now` lies. The present version's share makes no
-    difference."""
+    """Return sum_v share_v (now - then_v), on the device of `now`. The present version's share has
+    no effect."""
     found = torch.zeros_like(now)
     size = block_elements(now.device)
     for share, weights in then:
         for total, new, old in zip(
             *(x.reshape(-1).split(size) for x in (found, now, weights)), strict=True
         ):
-            # Subtracted before it is scaled: a difference of near numbers is exact in float32.
+            # Subtracted before scaling: a difference of similar numbers is exact in float32.
             total.add_(new - old.to(now.device, non_blocking=True), alpha=share)
     return found
 
 
 GATHERED = 256 * 2**20
-"""Bytes of parameters that are gathered at a time."""
+"""Number of bytes of parameters that are gathered at a time."""
 
 
 class WeightSnapshot:
-    """One copy of the trainable parameters of `chunks`; at first, of what they are now. Where those
-    are adapters, so is the copy, and the base model stays in place under it.
+    """One copy of the trainable parameters of `chunks`; initially of their present values. If those
+    are adapters, so is the copy, and the base model does not change.
 
     dtype: null keeps each parameter's own; an average needs float32, in which small changes do not
-    vanish. layout: divides the copy over the replicas of each parameter, and then `place` is
-    collective over them; null keeps it whole here.
+    vanish. layout: divides the copy over the replicas of each parameter, so that `place` is
+    collective over them; null keeps a whole copy here.
     """
 
     def __init__(
@@ -232,7 +231,7 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def update(self) -> None:
-        """The copy becomes the parameters as they are."""
+        """Copy the present parameters."""
         for parameter, held in self._pairs():
             # `_finish` waits once for all copies.
             held.copy_(self._here(parameter), non_blocking=True)
@@ -240,16 +239,16 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def average(self, decay: float) -> None:
-        """copy = decay copy + (1 - decay) parameters."""
+        """Compute copy = decay copy + (1 - decay) parameters."""
         for parameter, held in self._pairs():
-            # On the parameter's device, which computes faster than the host and holds one more
-            # tensor meanwhile.
+            # On the parameter's device, which is faster than the host, at the cost of one more
+            # tensor there.
             moved = held.to(parameter.device, copy=True)
             held.copy_(moved.lerp_(self._here(parameter).to(moved.dtype), 1.0 - decay))
 
     @torch.no_grad()
     def place(self) -> None:
-        """The parameters become the copy (rounded, where the copy is more precise)."""
+        """Set the parameters to the copy (rounded, if the copy is more precise)."""
         if self._layout is None:
             for parameter, held in self._pairs():
                 parameter.copy_(held, non_blocking=True)
@@ -258,7 +257,7 @@ class WeightSnapshot:
         self._finish()
 
     def slices(self) -> Sliced:
-        """Slices of the parameters, with the copy of each."""
+        """Return slices of the parameters, with the copy of each."""
         return [
             (Slice(parameter, *self._part(parameter), own=self._layout is not None), held)
             for parameter, held in self._pairs()
@@ -266,9 +265,9 @@ class WeightSnapshot:
 
     @contextmanager
     def restored_after(self) -> Iterator[None]:
-        """Copy the parameters now and put the copy in place at the end. Needs their own dtype.
-        After a pass that raised, parts are not put together: another rank's pass may not have
-        raised, and the run is over."""
+        """Copy the parameters now and restore them at the end. The copy must have their dtype.
+        After a pass that raised, parts are not gathered: another rank's pass may not have raised,
+        and the run is over."""
         self.update()
         try:
             yield
@@ -296,7 +295,7 @@ class WeightSnapshot:
                 yield parameter, held[name]
 
     def _finish(self) -> None:
-        """Host memory may be read, or reused, once the copies are through."""
+        """Wait until the copies are complete, so that host memory may be read or reused."""
         if any(parameter.is_cuda for parameter, _ in self._pairs()):
             torch.cuda.synchronize()
 
@@ -312,7 +311,7 @@ class _Piece(NamedTuple):
 
 
 def _gather(pairs: Iterable[tuple[nn.Parameter, Tensor]], layout: Layout) -> None:
-    """Every parameter becomes what its replicas hold parts of. Collective over them, for at most
+    """Set every parameter from the parts of its replicas. Collective over them, for at most
     GATHERED bytes of parameters at a time."""
     waiting: dict[tuple[int, torch.dtype], tuple[Any, list[_Piece]]] = {}
     for parameter, held in pairs:
@@ -322,12 +321,11 @@ def _gather(pairs: Iterable[tuple[nn.Parameter, Tensor]], layout: Layout) -> Non
             continue
         _, bucket = waiting.setdefault((id(group), parameter.dtype), (group, []))
         maximum = max(1, GATHERED // (group.size() * parameter.element_size()))
-        # Replicas have parts of one length, but for the last ones.
+        # Parts of replicas have the same length, except the last ones.
         width = replica_part(parameter.numel(), 0, group.size())[1]
         for start in range(0, width, maximum):
             length = min(maximum, width - start)
-            # Pieces of one group are gathered together, in the order of the model on each
-            # replica.
+            # Pieces of one group are gathered together, in the model's order on each replica.
             if sum(piece.length for piece in bucket) + length > maximum:
                 _gather_bucket(bucket, group)
                 bucket.clear()
@@ -337,17 +335,16 @@ def _gather(pairs: Iterable[tuple[nn.Parameter, Tensor]], layout: Layout) -> Non
 
 
 def _gather_bucket(bucket: Sequence[_Piece], group: Any) -> None:
-    """Gather pieces of one dtype and of the same replicas, in the order of the model on each of
-    them."""
+    """Gather pieces of one dtype and of the same replicas, in the model's order on each of them."""
     lengths, replicas = [piece.length for piece in bucket], group.size()
     like = bucket[0].whole
-    # Zeros: the last replica's part may be shorter than the piece.
+    # Zeros, because the last replica's part may be shorter than the piece.
     mine = torch.zeros(sum(lengths), dtype=like.dtype, device=like.device)
     for part, (_, held, start, length) in zip(mine.split(lengths), bucket, strict=True):
         own = held[start : start + length]
         part[: own.numel()].copy_(own, non_blocking=True)
     found = torch.empty(replicas, mine.numel(), dtype=like.dtype, device=like.device)
-    # As bytes: every backend takes them.
+    # As bytes, which every backend accepts.
     dist.all_gather_into_tensor(
         found.view(torch.uint8).view(-1), mine.view(torch.uint8), group=group
     )
@@ -359,15 +356,16 @@ def _gather_bucket(bucket: Sequence[_Piece], group: Any) -> None:
 
 
 class MasterSnapshot:
-    """One copy of this rank's shards of the optimizer's parameters; at first, of what they are now.
+    """One copy of this rank's shards of the optimizer's parameters; initially of their present
+    values.
 
     Those are float32 whatever the model's dtype: at the learning rates of RL most bfloat16 weights
-    do not move in a step, and those that do move by a rounding. 4 bytes per parameter whose
-    optimizer state this rank has.
+    do not change in a step, and the others change by a rounding unit. It costs 4 bytes per
+    parameter whose optimizer state this rank has.
 
-    For a model with FP8 weights this is a copy of the weights, too: they are made of the
-    optimizer's when it is put in place, which gives every byte and scale back. `place` and what
-    rests on it are collective over the world.
+    For a model with FP8 weights this is also a copy of the weights: `place` computes them from the
+    optimizer's, which reproduces every byte and scale. `place`, and methods that use it, are
+    collective over the world.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
@@ -381,21 +379,21 @@ class MasterSnapshot:
 
     @torch.no_grad()
     def update(self) -> None:
-        """The copy becomes the shards as they are."""
+        """Copy the present shards."""
         for held, shard in self._pairs():
             held.copy_(shard, non_blocking=True)
         self._finish()
 
     @torch.no_grad()
     def average(self, decay: float) -> None:
-        """copy = decay copy + (1 - decay) shards."""
+        """Compute copy = decay copy + (1 - decay) shards."""
         for held, shard in self._pairs():
             held.copy_(held.to(shard.device, copy=True).lerp_(shard.detach(), 1.0 - decay))
 
     @torch.no_grad()
     def place(self) -> None:
-        """The optimizer's parameters become the copy, and the model's weights what they round
-        to."""
+        """Set the optimizer's parameters to the copy, and the model's weights to the rounded
+        copy."""
         for held, shard in self._pairs():
             shard.copy_(held, non_blocking=True)
         self._finish()
@@ -403,21 +401,21 @@ class MasterSnapshot:
 
     @contextmanager
     def restored_after(self) -> Iterator[None]:
-        """Copy the weights now and put the copy in place at the end, but for a pass that raised:
-        another rank's may not have, and the run is over."""
+        """Copy the weights now and restore them at the end, except after a pass that raised:
+        another rank's may not have raised, and the run is over."""
         self.update()
         yield
         self.place()
 
     def slices(self) -> Sliced:
-        """Slices of the model's parameters, with the copy of each."""
+        """Return slices of the model's parameters, with the copy of each."""
         return optimizer_state(self._optimizer, self.shards)
 
     def _pairs(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
         yield from zip(self.shards, masters_of(self._optimizer), strict=True)
 
     def _finish(self) -> None:
-        """Host memory may be read, or reused, once the copies are through."""
+        """Wait until the copies are complete, so that host memory may be read or reused."""
         if any(shard.is_cuda for _, shard in self._pairs()):
             torch.cuda.synchronize()
 

@@ -1,13 +1,13 @@
 """The policy: a model that learns from batches, scores samples, and can be saved and loaded.
 
 Invariants:
-- every rank is handed the same batch and returns the same metrics (times are the rank's own);
+- every rank gets the same batch and returns the same metrics (times are the rank's own);
 - a batch makes minibatches x epochs optimizer steps: log-probs of the batch once; then for each
   minibatch loss, gradient, controls, step;
 - the loss and its gradient do not depend on the parallel layout, on the token budget or on the
   order of samples;
-- weights that are not finite are neither published nor saved, and no checkpoint holds optimizer
-  state that is not.
+- weights that are not finite are neither published nor saved, and no checkpoint contains optimizer
+  state that is not finite.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Policy:
-    """Built by `build`; every public method is collective over the world."""
+    """A model in training, made by `build`. Every public method is collective over the world."""
 
     config: PolicyConfig
     layout: Layout
@@ -110,20 +110,19 @@ class Policy:
         seed: int = 0,
         anomalies: Path | None = None,
     ) -> Policy:
-        """Load the model of `model_config.path` on this layout. `temperature`: the one the
-        responses are sampled at.
+        """Load the model of `model_config.path` on this layout. `temperature`: that of sampling.
 
         `total_steps`: optimizer steps of the whole run, for the learning-rate schedule. `seed`
-        decides how adapters begin, and their dropout. Nothing else in the policy is random but how
-        a batch is divided into minibatches, which its version decides.
-        `anomalies`: the file that anomalous gradients are traced to.
+        determines the initial adapters and their dropout. Nothing else in the policy is random,
+        except the division of a batch into minibatches, which its version determines.
+        `anomalies`: file for the causes of anomalous gradients.
         """
         model = build_model(model_config, policy_config, layout, objective_config.value, seed=seed)
-        # Order: DDP allocates the buffers that the optimizer's shards are views of; masters are
-        # then read from the files.
+        # Order: DDP allocates the buffers, the optimizer's shards are views of them, and then the
+        # masters are read from the files.
         wrapped = wrap_for_gradients(model.chunks, policy_config)
         optimizer = build_optimizer(wrapped, policy_config, DTYPES[model_config.dtype])
-        # Before any copy: references and snapshots copy the masters of FP8 models.
+        # Before any copy, because references and snapshots copy the masters of FP8 models.
         load_masters(optimizer, model, model_config.path)
         controls = build_controls(controls_config)
         schedule = Schedule(
@@ -149,7 +148,7 @@ class Policy:
         objective = Objective(objective_config)
         past_masters = (
             Snapshots(lambda: MasterSnapshot(optimizer), objective_config.snapshots)
-            # Float32 copies of all weights: made only for a control that reads them.
+            # Float32 copies of all weights, made only for a control that reads them.
             if any(config.needs_past_weights for config in controls_config)
             else None
         )
@@ -186,7 +185,7 @@ class Policy:
         )
 
     def receive(self, take: Callable[[], TrainBatch | None]) -> RankBatch | None:
-        """Give each rank its part of what rank 0 takes: see `batching.receive`."""
+        """Return this rank's part of the batch that rank 0 takes; see `batching.receive`."""
         return receive(
             take,
             self.layout,
@@ -196,23 +195,23 @@ class Policy:
 
     def train_step(self, batch: RankBatch) -> dict[str, float]:
         """Make the optimizer steps on `batch`, which end in the next version of the weights. Keys
-        are those of metrics/catalogue.py.
+        of the result are those of metrics/catalogue.py.
 
-        A minibatch without a single trainable token makes no step. Raises SampleTooLong,
-        SnapshotMissing, and StateReleased while the policy makes room for engines.
+        A minibatch without a trainable token makes no step. Raises SampleTooLong, SnapshotMissing,
+        and StateReleased while the training state is released for engines.
         """
         self.memory.require()
         samples, settings = valid_samples(batch), self.objective.config
         routing = self.schedule.routing
         if routing is not None:
             routing.check(samples.routed_experts)
-        # Before the first step: these weights are those of `batch.version`.
+        # Before the first step, because these weights are those of `batch.version`.
         self.references.begin(batch.version)
         if not samples.loss_mask.any():
             return over_steps([self.step.skip() for _ in range(settings.steps_per_batch)])
 
         started, updates = time.perf_counter(), self.step.updates
-        # Cut once for all epochs: every pass runs the same micro-batches.
+        # Divided once for all epochs, so that every pass runs the same micro-batches.
         minibatches = [
             self.batcher.of(samples, rows)
             for rows in divide(samples.group, batch.version, settings.minibatches)
@@ -231,19 +230,18 @@ class Policy:
 
         steps = []
         for minibatch in minibatches * settings.epochs:
-            # Advantages rest on the whole batch; decisions and denominators on the minibatch.
+            # Advantages depend on the whole batch; decisions and denominators on the minibatch.
             prepared = whole.select(torch.from_numpy(minibatch.rows))
             moved = self.step.updates > updates
             steps.append(self._optimizer_step(minibatch, prepared, samples.lag_max, moved=moved))
             if self.step.nonfinite_in_a_row >= self.config.max_nonfinite_steps:
                 break
 
-        # Before they are published: an engine that samples from them fails in other ways.
+        # Before they are published, because an engine that samples from them fails in other ways.
         if self.step.updates > updates:
             masters = optimizer_parameters(self.optimizer)
             require_finite({"weights": masters}, self.step.steps, self.layout)
-        # Whatever reads weights between two batches (engines, checkpoints, copies) finds them
-        # whole.
+        # Readers of weights between two batches (engines, checkpoints, copies) need whole weights.
         self.schedule.gather_weights()
         metrics = {**over_steps(steps), **self.objective.metrics(whole, columns)}
         metrics["time/precompute_s"] += precomputed - started
@@ -252,7 +250,8 @@ class Policy:
     def _optimizer_step(
         self, minibatch: Minibatch, prepared: TokenBatch, lag_max: int, *, moved: bool
     ) -> dict[str, float]:
-        """moved: the weights differ from those that the batch began with."""
+        """Make one optimizer step. moved: True if the weights differ from those with which the
+        batch began."""
         samples, mine = minibatch.samples, minibatch.micro_batches
         if not samples.loss_mask.any():
             return {"time/precompute_s": 0.0, **self.step.skip()}
@@ -268,8 +267,8 @@ class Policy:
         targets = self.objective.decide(samples, prepared, current)
         precomputed = time.perf_counter()
 
-        # Without the distributed optimizer a parameter's grad is its gradient buffer: left in
-        # place, the next backward would add to the buffer twice.
+        # Without the distributed optimizer a parameter's grad is its gradient buffer. If it stayed,
+        # the next backward pass would add to the buffer twice.
         self.optimizer.zero_grad()
         owner, chosen = self.layout.dp_rank, dict[str, float]()
         if self.baseline is None:
@@ -287,7 +286,7 @@ class Policy:
 
         measured = step_metrics(measurements, samples)
         if moved:
-            # Engine and trainer hold different weights by now: this would not be rounding.
+            # Engine and trainer hold different weights here, so this would not be rounding.
             measured.pop("ratio/logp_diff_lag0_max", None)
         facts = StepFacts(
             loss=measured["policy/loss"],
@@ -309,7 +308,7 @@ class Policy:
         if not taken["policy/skipped"]:
             self.schedule.weights_moved()
             if self.references.follows:
-                # What follows reads whole weights, which `overlap_param_gather` leaves in parts.
+                # The next lines read whole weights, which `overlap_param_gather` leaves in parts.
                 self.schedule.gather_weights()
             self.references.stepped(self.step.updates)
         return {
@@ -327,17 +326,17 @@ class Policy:
     @property
     def untried(self) -> bool:
         """True while the newest steps were not finite: the weights may be at fault, so a checkpoint
-        of them must not take the place of an older one."""
+        of them must not replace an older one."""
         return self.step.nonfinite_in_a_row > 0
 
     def require_finite_steps(self, *, ended: bool = False) -> None:
         """Raise NonFiniteError after `max_nonfinite_steps` optimizer steps in a row that were not
-        finite; ended: also where the run has not made a single other step."""
+        finite. ended: also raise if the run has made no other step."""
         refuse_nonfinite_steps(self.step, self.config.max_nonfinite_steps, ended=ended)
 
     def score(self, samples: RankBatch) -> list[NDArray[np.float32]]:
-        """Log-probs (nats, after temperature) of each sample's response tokens under the current
-        weights, on every rank."""
+        """Return log-probs (nats, after temperature) of each sample's response tokens under the
+        current weights, on every rank."""
         if not len(samples):
             return []
         if self.schedule.routing is not None:
@@ -346,9 +345,9 @@ class Policy:
         return np.split(columns["logp"].numpy(), samples.starts[1:-1])
 
     def mean_loss(self, take: Callable[[], TrainBatch | None]) -> tuple[float, int]:
-        """Return the loss `sft` of the samples in all batches that `take` gives on rank 0, up to
-        its None, under the current weights, and the number of trained tokens that it is the mean
-        of. A token's -log p has its sample's weight. Nothing is trained. Collective."""
+        """Return the loss `sft` under the current weights of the samples in all batches that `take`
+        returns on rank 0 until None, and the number of trained tokens in this mean. A token's -log
+        p has its sample's weight. Nothing is trained. Collective."""
         total, tokens = 0.0, 0
         while (samples := receive(take, self.layout)) is not None:
             trained = samples.loss_mask.astype(bool)
@@ -371,14 +370,14 @@ class Policy:
         """Save weights, optimizer, schedule, controls and the run's own `state` and `files` (rank
         0's) as a checkpoint of `version`.
 
-        Keeps the newest `keep` checkpoints of `directory`, null all, and that of the version
-        `proven`, from whose weights a finite step was made; returns the new one.
-        `background` and what else is raised: see `checkpoint.save`. Raises NonFiniteError, and
-        writes nothing, where weights or moments are not finite.
+        Keeps the newest `keep` checkpoints of `directory` (null: all), and that of the version
+        `proven`, with whose weights a finite step was made; returns the new one. `background` and
+        other errors: see `checkpoint.save`. Raises NonFiniteError, and writes nothing, if weights
+        or moments are not finite.
         """
-        # Views: nothing is copied before the check.
+        # Views, so nothing is copied before the check.
         state_of_adam = {name: adam_shards(self.optimizer, name) for name in MOMENT_NAMES}
-        # Before anything is written: a checkpoint of NaN could not be resumed.
+        # Before anything is written, because a checkpoint with NaN could not be resumed.
         held = {"weights": optimizer_parameters(self.optimizer), **state_of_adam}
         require_finite(held, self.step.steps, self.layout)
         return checkpoint.save(
@@ -410,8 +409,8 @@ class Policy:
     def load(self, directory: Path) -> dict[str, Any] | None:
         """Restore the newest checkpoint and return the run's own state; None if there is none.
 
-        On another parallel layout than it was saved on, too. A control that it does not have starts
-        afresh, with a warning.
+        Works with another parallel layout than that of the save, too. A control without state in
+        the checkpoint starts afresh, with a warning.
         """
         loaded = checkpoint.load(
             directory, model=self.model, optimizer=self.optimizer, layout=self.layout
@@ -419,14 +418,14 @@ class Policy:
         if loaded is None:
             return None
         self.step.load_state_dict(loaded.state["step"])
-        # After the model: a missing average starts from the loaded weights.
+        # After the model, because a missing average starts from the loaded weights.
         self.references.load(loaded, warn=self.layout.rank == 0)
         numbers = loaded.state.get("controls", {})
         for name, control in self.controls.items():
             if name in numbers:
                 control.load_state_dict(numbers[name])
                 kinds = {
-                    # Filled by `read` below, in the layout of this run's shards.
+                    # `read` below fills it, in the layout of this run's shards.
                     held.removeprefix(_of_control(name, "")): _zeros_like(self.optimizer)
                     for held in sorted(loaded.names)
                     if held.startswith(_of_control(name, ""))
@@ -449,10 +448,10 @@ class Policy:
 
 
 def _zeros_like(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """float32, on the CPU."""
+    """Return zeros in float32 on the CPU, of the shards' shapes."""
     return [torch.zeros(p.shape, dtype=torch.float32) for p in optimizer_parameters(optimizer)]
 
 
 def _of_control(name: str, kind: str) -> str:
-    """The name in a checkpoint of this shard state of a control."""
+    """Return the name in a checkpoint of this shard state of a control."""
     return f"control.{name}.{kind}"

@@ -1,24 +1,24 @@
-"""The policies besides the one in training that the objective compares with: which are kept, and
-when they move.
+"""Policies besides the trained one with which the objective compares: their choice, and their
+updates.
 
-reference           initial weights, or those of `reference.path`; `refresh_every`: becomes the
-                    current weights after every so many steps taken; `ema`: an exponential average
-                    of the weights, moved after every step taken
-proximal ewma       such an average, by `ewma_decay`
-proximal snapshot   the weights of the newest `snapshots` versions, each kept when its own step
-                    begins; a gradient control may request them too
+reference           initial weights, or those of `reference.path`; `refresh_every`: set to the
+                    current weights after every so many steps that are not skipped; `ema`: an
+                    exponential average of the weights, updated after every such step
+proximal ewma       such an average, with `ewma_decay`
+proximal snapshot   the weights of the newest `snapshots` versions, each copied when its own step
+                    begins; a gradient control may need them, too
 
 Invariants:
-- only what the objective or a control needs is kept;
-- what moves is in the checkpoint, and so are the snapshots that the next step may need; a reference
-  that does not move is read again from its model directory and compared with its digest in the
-  checkpoint, so it is the one the run started with although the model in training is a resumed one;
-- a step that was skipped moves nothing.
+- only weights that the objective or a control needs are kept;
+- weights that change are in the checkpoint, and so are the snapshots that the next step may need. A
+  reference that does not change is read again from its model directory and compared with its digest
+  in the checkpoint, so a resumed run has the reference with which the run started;
+- a skipped step updates nothing.
 
-`Precompute` computes the per-token numbers of the whole batch on every rank before anything is
-trained, by forward passes and one all-reduce:
+`Precompute` computes the per-token numbers of the whole batch on every rank before training begins,
+by forward passes and one all-reduce:
 
-    logp, sum_p_squared, values   under the weights in training
+    logp, sum_p_squared, values   under the trained weights
     logp_ref                      under the reference
     logp_prox                     ewma: under the average; snapshot: each token under the version
                                   that sampled it, so a response that several versions wrote is in
@@ -29,7 +29,7 @@ Invariants of the passes:
 - each token is computed by one rank (the last stage, tensor rank 0, of the data-parallel rank that
   owns its sample) and is 0 on the others, so a plain sum over the world completes the columns,
   whatever the number of micro-batches of a rank;
-- columns come back as float32 on the CPU, in the order of the samples.
+- columns are float32 on the CPU, in the order of the samples.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from megatron_async_rl.policy.batching import Batcher, MicroBatch, Minibatch
 from megatron_async_rl.policy.blocks import ModelBlocks, placed_digest
 from megatron_async_rl.policy.checkpoint import Checkpoint
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
+from megatron_async_rl.policy.families import used_window
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.optimizer import load_masters
@@ -66,7 +67,6 @@ from megatron_async_rl.policy.past_weights import (
     WeightSnapshot,
 )
 from megatron_async_rl.policy.routing_replay import RoutingPass
-from megatron_async_rl.policy.supported import used_window
 from megatron_async_rl.samples.columns import spans
 from megatron_async_rl.samples.rank_batch import RankBatch
 
@@ -75,9 +75,9 @@ log = logging.getLogger(__name__)
 REFERENCE_DIGEST = "reference_digest"
 """Key in about.json."""
 PAST = "past_weights_"
-"""And a version: the name of its weights in a checkpoint."""
+"""Prefix, before a version, of the name of its weights in a checkpoint."""
 PAST_MASTERS = "past_masters_"
-"""And a version: the name of the optimizer's own weights at its start."""
+"""Prefix, before a version, of the name of the optimizer's own weights at its start."""
 
 SAME_ARCHITECTURE = (
     "model_type",
@@ -93,21 +93,22 @@ SAME_ARCHITECTURE = (
     "query_pre_attn_scalar",
     "tie_word_embeddings",
 )
-"""Keys of config.json that change what the same tensors compute."""
+"""Keys of config.json that change the computation with the same tensors."""
 
 
 PolicyCopy = WeightSnapshot | MasterSnapshot
-"""A copy of the weights of one policy; the latter if the model has FP8 weights."""
+"""A copy of the weights of one policy; a MasterSnapshot if the model has FP8 weights."""
 
 
 class ArchitectureMismatch(ValueError):
-    """The reference's directory describes another model than the one in training."""
+    """The reference's directory describes another model than the trained one."""
 
 
 class ReferencePolicies:
-    """`trained`: where the weights in training wait while others are in place. `snapshots`: the
-    newest versions, where they are the proximal policy. `past_masters`: the optimizer's own weights
-    of as many versions, for a control. Members are null where nothing requests them.
+    """Copies of weights. `trained`: copy of the trained weights while others are in place.
+    `snapshots`: the newest versions, if they are the proximal policy. `past_masters`: the
+    optimizer's own weights of as many versions, for a control. Members are null if nothing needs
+    them.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class ReferencePolicies:
         past_masters: Snapshots[MasterSnapshot] | None = None,
         optimizer: MegatronOptimizer | None = None,
     ) -> None:
-        """optimizer: of a model with FP8 weights, whose float32 weights are copied. Raises
-        ArchitectureMismatch or WeightsDoNotFit for a `reference.path` of another shape. Collective
-        over pipeline ranks, with `optimizer` over the world."""
+        """Make the copies. optimizer: that of a model with FP8 weights, whose float32 weights are
+        copied. Raises ArchitectureMismatch or WeightsDoNotFit for a `reference.path` of another
+        shape. Collective over pipeline ranks, with `optimizer` over the world."""
         self.reference: PolicyCopy | None = None
         self.average: PolicyCopy | None = None
         self.past_masters = past_masters
@@ -136,7 +137,7 @@ class ReferencePolicies:
         self._ema = config.reference.ema if config.reference is not None else None
         self._decay = config.ewma_decay
         self._layout = model.bridge.layout if model.bridge is not None else None
-        # Held only where another policy's weights are put in place for a pass.
+        # Only needed if another policy's weights are put in place for a pass.
         self.trained = self._copy(model) if {"logp_ref", "logp_prox"} & set(needs) else None
         if "logp_ref" in needs:
             path = config.reference.path if config.reference is not None else None
@@ -158,7 +159,7 @@ class ReferencePolicies:
             return self._copy(model, dtype)
         _refuse_other_architecture(path, model.source)
         assert self.trained is not None
-        # Loading overwrites the parameters in place; the weights in training come back after the
+        # Loading overwrites the parameters in place; the trained weights are restored after the
         # copy.
         with self.trained.restored_after():
             load_hf(model.bridge, model.chunks, path)
@@ -167,18 +168,19 @@ class ReferencePolicies:
             return self._copy(model, dtype)
 
     def begin(self, version: int) -> None:
-        """The weights in place are those of `version`, before its step."""
+        """Record that the present weights are those of `version`, before its step."""
         for store in self._past().values():
             store.begin(version)
 
     @property
     def follows(self) -> bool:
-        """`stepped` reads the weights, after some steps or all."""
+        """True if `stepped` reads the weights, after some steps or all."""
         return bool(self._moving())
 
     def stepped(self, taken: int) -> None:
-        """An optimizer step was taken, the `taken`-th of the run."""
-        # The order does not matter: each copy reads the weights in training, none another copy.
+        """Update the copies after an optimizer step, the `taken`-th of the run that was not
+        skipped."""
+        # The order does not matter, because each copy reads only the trained weights.
         if self.reference is not None and self._ema is not None:
             self.reference.average(self._ema)
         if self.reference is not None and self._refresh_every and taken % self._refresh_every == 0:
@@ -187,14 +189,14 @@ class ReferencePolicies:
             self.average.average(self._decay)
 
     def trained_restored(self, *, after: bool) -> AbstractContextManager[None]:
-        """after: within it others are put in place, and at its end the weights in training again;
-        otherwise it does nothing."""
+        """Return a context manager. after: the body may put others in place, and the trained
+        weights are restored at its end; otherwise it does nothing."""
         return (
             self.trained.restored_after() if after and self.trained is not None else nullcontext()
         )
 
     def parameter_state(self) -> dict[str, Sliced]:
-        """Slices by name: of what moves and of past versions."""
+        """Return slices by name of the weights that change and of past versions."""
         past = {
             f"{kind}{version}": copy.slices()
             for kind, store in self._past().items()
@@ -203,22 +205,22 @@ class ReferencePolicies:
         return {name: held.slices() for name, held in self._moving().items()} | past
 
     def fixed_digest(self) -> str | None:
-        """Digest of a reference that does not move; null: there is none. Collective over the
-        world."""
+        """Return the digest of a reference that does not change; null: there is none. Collective
+        over the world."""
         if self.reference is None or self.reference in self._moving().values():
             return None
         if self._model.lora is not None:
             return None  # the base model, which has a digest of its own (blocks.py)
         if self._digest is None:
             slices = {"reference": self.reference.slices()}
-            # `writes`: each element is hashed on one replica only.
+            # `writes`: each element is hashed on only one replica.
             blocks = ModelBlocks(self._model).state(slices, writes=True)
             self._digest = placed_digest(blocks, self._layout)
         return self._digest
 
     def _refuse_other_reference(self, saved: Checkpoint) -> None:
         own, before = self.fixed_digest(), saved.content.get(REFERENCE_DIGEST)
-        # A reference that moves is in the checkpoint itself; this one is read again from its
+        # A reference that changes is in the checkpoint itself; this one is read again from its
         # directory.
         if own is not None and before is not None and own != before:
             raise CheckpointBroken.of(
@@ -229,7 +231,7 @@ class ReferencePolicies:
             )
 
     def load(self, saved: Checkpoint, *, warn: bool) -> None:
-        """Load what `parameter_state` returned, after the model was loaded. What is missing starts
+        """Load the result of `parameter_state`, after the model was loaded. Missing state starts
         again; warn: log that. Collective. Raises CheckpointBroken."""
         self._refuse_other_reference(saved)
         wanted: dict[str, Sliced] = {}
@@ -238,7 +240,7 @@ class ReferencePolicies:
                 wanted[name] = held.slices()
                 continue
             if held is self.average:
-                # The average exists already, with the weights from before the load.
+                # The average already exists, with the weights from before the load.
                 held.update()
             if warn:
                 start = (
@@ -262,14 +264,14 @@ class ReferencePolicies:
         saved.read(wanted)
 
     def oldest(self, version: int) -> int:
-        """The oldest version whose tokens the step that trains `version` can take."""
+        """Return the oldest version whose tokens the step that trains `version` can use."""
         return max(
             (min((*store.lasting, version)) for store in self._past().values()),
             default=0,
         )
 
     def _past(self) -> dict[str, Snapshots[Any]]:
-        """Holders of past versions, by the name of its weights in a checkpoint."""
+        """Return the stores of past versions, by the prefix of their names in a checkpoint."""
         found = {PAST: self.snapshots, PAST_MASTERS: self.past_masters}
         return {kind: store for kind, store in found.items() if store is not None}
 
@@ -292,8 +294,8 @@ def _refuse_other_architecture(path: Path, source: Path) -> None:
 
 
 def _architecture(directory: Path) -> dict[str, Any]:
-    """The architecture as transformers reads it: its releases write different keys, and omitted
-    keys have defaults."""
+    """Return the architecture as transformers reads it, because its releases write different keys,
+    and omitted keys have defaults."""
     from transformers import AutoConfig
 
     content = AutoConfig.from_pretrained(str(directory), local_files_only=True).to_dict()
@@ -302,12 +304,12 @@ def _architecture(directory: Path) -> dict[str, Any]:
 
 
 CURRENT_WEIGHTS = ("logp", "sum_p_squared", "values")
-"""Columns that a pass under the weights in training brings."""
+"""Columns that a pass under the trained weights computes."""
 
 
 @dataclass(frozen=True)
 class Precompute:
-    """`column` takes the model's `output`, on tokens that `version` sampled (null: on all)."""
+    """`column` is set to the model's `output`, on tokens that `version` sampled (null: on all)."""
 
     column: str
     output: str
@@ -316,9 +318,9 @@ class Precompute:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A forward pass. weights: null for those in training. rows: the samples it runs over, by
-    number; null for all. routing: where the trainer replays its own choice of experts, the pass
-    over all samples under the weights in training records it; a reference chooses its own."""
+    """A forward pass. weights: null for the trained weights. rows: its samples, by number; null for
+    all. routing: if the trainer replays its own choice of experts, the pass over all samples under
+    the trained weights records it; a reference chooses its own."""
 
     weights: PolicyCopy | None
     fills: tuple[Precompute, ...]
@@ -333,8 +335,8 @@ def passes(
     *,
     record: bool = False,
 ) -> list[Pass]:
-    """The passes that bring `columns`, those under the weights in training (which are the batch's
-    version) first. record: that one records its choice of experts.
+    """Return the passes that compute `columns`, first those under the trained weights (which are
+    the batch's version). record: these record their choice of experts.
 
     Raises SnapshotMissing for a token whose version is not kept.
     """
@@ -345,7 +347,7 @@ def passes(
     if "logp_prox" in columns and references.snapshots is not None:
         for each in np.unique(samples.versions).tolist():
             sampled_by[each] = tuple(np.unique(samples.rows[samples.versions == each]).tolist())
-        # Tokens of the present version need no snapshot: their weights are in place.
+        # Tokens of the present version need no snapshot, because its weights are in place.
         own = sampled_by.pop(version, None)
         if own is not None:
             rows = None if current else own
@@ -361,7 +363,7 @@ def passes(
         found.append(Pass(references.average, (Precompute("logp_prox", "logp"),)))
     for each in sorted(sampled_by):
         assert references.snapshots is not None
-        # One pass per version: a response that several wrote is in a pass of each.
+        # One pass per version: a response that several versions wrote is in a pass of each.
         weights = references.snapshots.of(each, current=version)
         found.append(Pass(weights, (Precompute("logp_prox", "logp", each),), sampled_by[each]))
     return found
@@ -378,15 +380,15 @@ def precompute(
     record: bool = False,
 ) -> dict[str, Tensor]:
     """Return these columns over the tokens of `samples`, [N] float32 each, on the CPU of every
-    rank; `minibatches` are all of the samples. record: see `passes`. Collective over the world.
+    rank. `minibatches` contain all of the samples. record: see `passes`. Collective over the world.
     Raises SnapshotMissing.
 
-    A pass over all samples runs the micro-batches that training runs, so that at a batch's first
-    step pi and a recomputed pi_prox are the same numbers.
+    A pass over all samples runs the same micro-batches as training, so that at a batch's first step
+    pi and a recomputed pi_prox are the same numbers.
     """
     table = PrecomputeTable(samples, columns, schedule.layout)
     planned = passes(columns, samples, references, record=record)
-    # The weights in training come back even after a pass that raised.
+    # The trained weights are restored even after a pass that raised.
     with references.trained_restored(after=any(each.weights is not None for each in planned)):
         for each in planned:
             if each.weights is not None:
@@ -401,8 +403,8 @@ def precompute(
 def current_columns(
     columns: Sequence[str], minibatch: Minibatch, schedule: Schedule
 ) -> dict[str, Tensor]:
-    """Return these columns of CURRENT_WEIGHTS over the tokens of a minibatch, under the weights in
-    training. Collective over the world."""
+    """Return these columns of CURRENT_WEIGHTS over the tokens of a minibatch, under the trained
+    weights. Collective over the world."""
     table = PrecomputeTable(minibatch.samples, columns, schedule.layout)
     if columns:
         fills = [Precompute(name, name) for name in columns]
@@ -429,23 +431,23 @@ class PrecomputeTable:
         rows: NDArray[np.int64] | None = None,
         routing: RoutingPass = "replay",
     ) -> None:
-        """Run one forward pass under the weights in place. rows: the samples that the micro-batches
-        number; null for all."""
+        """Run one forward pass under the present weights. rows: the samples to which the
+        micro-batches' numbers refer; null for all."""
         numbers = np.arange(len(self.samples)) if rows is None else rows
-        # Places of the tokens that this rank computes among all tokens; micro-batches number
-        # their own.
+        # Indices, among all tokens, of the tokens that this rank computes; micro-batches number
+        # their own tokens.
         numbers = numbers[self.samples.owner[numbers] == self.layout.dp_rank]
         tokens = spans(self.samples.starts[numbers], self.samples.lengths[numbers])
         owned = on_device({"owned": torch.from_numpy(tokens)}, self.layout.device)["owned"]
         for micro_batch, outputs in schedule.forward(micro_batches, routing):
-            # One rank writes a token, or the sum over the world would count it twice.
+            # Only one rank writes a token, or the sum over the world would count it twice.
             if not self.layout.records_outputs or not micro_batch.samples:
                 continue
             places = owned[micro_batch.owned_tokens]
             for fill in fills:
                 target, output = (
                     self.values[self.columns.index(fill.column)],
-                    # float32, whatever the model's dtype: bfloat16 would round log-probs.
+                    # float32, whatever the model's dtype, because bfloat16 would round log-probs.
                     getattr(outputs, fill.output).float(),
                 )
                 if fill.version is not None:
@@ -455,8 +457,8 @@ class PrecomputeTable:
                 target[places] = output
 
     def finish(self) -> dict[str, Tensor]:
-        """Collective over the world: column -> [N] float32 on the CPU."""
+        """Return column -> [N] float32 on the CPU. Collective over the world."""
         if self.columns:
-            # Unwritten places are 0, so the sum completes the columns on every rank.
+            # Unwritten elements are 0, so the sum completes the columns on every rank.
             dist.all_reduce(self.values, group=self.layout.world_group)
         return dict(zip(self.columns, self.values.cpu(), strict=True))

@@ -1,21 +1,23 @@
-"""Routing replay: tokens of a mixture of experts go to experts that were chosen for them before.
+"""Routing replay: tokens of a mixture of experts use the experts that were chosen for them before.
 
-    rollout   by the engine that sampled them; the sample carries the choice (R3, arXiv
+    rollout   by the engine that sampled them; the sample contains the choice (R3, arXiv
               2510.11370)
-    proximal  by the pass that scores the batch under the weights it begins with (R2, arXiv
+    proximal  by the pass that scores the batch under the weights with which it begins (R2, arXiv
               2507.18071), which this module records
 
-    router: scores -> own choice -> chosen = replayed, where there is one, else own
-            weights of experts = scores at `chosen`, normalised as ever
+    router: scores -> own choice -> chosen = replayed if recorded, else own
+            weights of experts = scores at `chosen`, normalised as usual
 
-Only the choice is replayed. The weights of the experts are the current router's, so its gradient
-flows through them, and none through the choice.
+Only the choice is replayed. The weights of the experts are the current router's, so gradients flow
+through them, and none through the choice.
 
 Invariants:
-- a layer that the backward pass computes again replays what its forward pass did;
-- a token without a recorded choice chooses: padding, and samples without recorded experts;
-- what is recorded never leaves the rank: it belongs to a micro-batch, and the same micro-batches
-  are scored and trained on. Others, such as those that trace an anomaly, choose.
+- a layer that the backward pass recomputes replays the choice of its forward pass;
+- a token without a recorded choice uses the router's: padding, and samples without recorded
+  experts;
+- recorded choices never leave the rank: they belong to a micro-batch, and the same micro-batches
+  are scored and trained on. Other micro-batches, such as those that trace an anomaly, use the
+  router's.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ from megatron_async_rl.policy.batching import MicroBatch
 from megatron_async_rl.policy.parallel import Layout
 
 RoutingPass = Literal["replay", "record", "choose"]
-"""The routers' part in a pass over micro-batches."""
+"""Task of the routers in a pass over micro-batches."""
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The choice for this rank's T tokens of a micro-batch, in the order in which layers see them.
+    """The choice for this rank's T tokens of a micro-batch, in the order in which layers read them.
 
-    experts: by layer, [T, experts per token]. known: [T] bool, tokens that have one.
+    experts: by layer, [T, experts per token]. known: [T] bool, tokens that have a choice.
     """
 
     experts: Mapping[int, Tensor] | Sequence[Tensor]
@@ -82,18 +84,18 @@ class RoutingReplay:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of an expert's number, as an engine records it; uint16 is read as int16."""
+        """The dtype of an expert's number in an engine's record; uint16 is read as int16."""
         return torch.uint8 if self.config.num_moe_experts <= 256 else torch.int16
 
     def begin(self, *, trains: bool) -> None:
-        """A run of Megatron's schedule follows; trains: with backward passes."""
+        """Prepare for a run of Megatron's schedule. trains: with backward passes."""
         self.trains = trains
         for layer in self._layers:
-            # A run that raised leaves choices behind, which the next must not replay.
+            # A run that raised leaves choices, which the next run must not replay.
             layer.pending.clear()
 
     def enter(self, micro_batch: MicroBatch, what: RoutingPass) -> None:
-        """The micro-batch's forward pass through one chunk follows."""
+        """Prepare for the micro-batch's forward pass through one chunk."""
         self.now = self.recording = None
         if what == "record":
             # The same micro-batch objects are trained on later, so identity is the key.
@@ -102,18 +104,18 @@ class RoutingReplay:
             self.now = self._routing(micro_batch)
 
     def end(self) -> None:
-        """The run is over. Raises RuntimeError for a layer that was not computed again as often as
-        it should have been, and so replayed another micro-batch's choice."""
+        """Finish the run. Raises RuntimeError for a layer that was recomputed too rarely, and so
+        replayed another micro-batch's choice."""
         self.now = self.recording = None
-        # Recomputation takes choices in the order of the forward passes: a leftover means that a
+        # Recomputation uses choices in the order of the forward passes: a leftover means that a
         # layer replayed another micro-batch's.
         left = [layer.layer for layer in self._layers if layer.pending]
         if left:
             raise RuntimeError(f"routing replay: layers {left} were not all computed again")
 
     def check(self, rows: NDArray[np.uint8] | None) -> None:
-        """Raise ValueError where the engines' choices for a batch (RankBatch.routed_experts) are
-        not of this model."""
+        """Raise ValueError if the engines' choices for a batch (RankBatch.routed_experts) do not
+        belong to this model."""
         if rows is None:
             return
         wanted = self.config.num_layers * self.config.moe_router_topk * self.dtype.itemsize
@@ -131,9 +133,9 @@ class RoutingReplay:
             )
 
     def end_batch(self) -> dict[str, float]:
-        """Drop what was recorded. Return `policy/rerouted`, the share of the choices replayed since
-        the last call that routers would not have made; absent where none was replayed. Collective
-        over the world."""
+        """Drop the recorded choices. Return `policy/rerouted`, the share of the choices replayed
+        since the last call that routers would not have made; absent if none was replayed.
+        Collective over the world."""
         self.recorded.clear()
         counts = self._counts.clone()
         self._counts.zero_()
@@ -142,7 +144,7 @@ class RoutingReplay:
         return {"policy/rerouted": float(other / replayed)} if replayed else {}
 
     def count(self, own: Tensor, chosen: Tensor, known: Tensor) -> None:
-        # As sets: the order of a token's experts has no effect.
+        # Compared as sets, because the order of a token's experts has no effect.
         other = (own.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1) & known
         self._counts += torch.stack((other.sum(), known.sum()))
 
@@ -158,8 +160,8 @@ class RoutingReplay:
         return Routing(by_layer, self._own(micro_batch.routed))
 
     def _own(self, values: Tensor) -> Tensor:
-        """[rows, length, ...] -> [T, ...] of the tokens that this rank's layers see, which is a
-        part of each row under sequence parallelism."""
+        """[rows, length, ...] -> [T, ...] of the tokens that this rank's layers read, which under
+        sequence parallelism are a part of each row."""
         by_position = values.transpose(0, 1)
         if self.config.sequence_parallel:
             by_position = by_position.chunk(self.layout.tp_size)[self.layout.tp_rank]
@@ -175,8 +177,8 @@ class LayerReplay:
         self.replay = replay
         self.layer = layer
         self.pending: list[Routing | None] = []
-        """Choices of forward passes whose layer will be computed again, oldest first: backward
-        passes come in the order of a chunk's forward passes."""
+        """Choices of forward passes whose layer will be recomputed, oldest first: backward passes
+        have the order of a chunk's forward passes."""
 
     def get_replay_topk(
         self,
@@ -186,18 +188,18 @@ class LayerReplay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """scores: [T, experts]. -> scores at the chosen experts, and the experts, [T, topk]
-        each."""
+        """Return scores at the chosen experts, and the experts, [T, topk] each. scores: [T,
+        experts]."""
         assert default_compute_topk is not None
-        # Always computed: tokens without a recorded choice use the router's own.
+        # Always computed, because tokens without a recorded choice use the router's own.
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         replay = self.replay
         if replay.recording is not None:
             replay.recording[self.layer] = own.to(replay.dtype)
             return values, own
 
-        # Under full recomputation the forward pass runs without gradients, the recomputation
-        # with.
+        # Under full recomputation the forward pass runs without gradients, and the recomputation
+        # with them.
         again = replay.trains and replay.recomputes and torch.is_grad_enabled()
         if again:
             routing = self.pending.pop(0)
@@ -209,7 +211,7 @@ class LayerReplay:
             return values, own
         known = routing.known[:, None]
         chosen = torch.where(known, routing.experts[self.layer].to(own.dtype), own)
-        # Counted once per token: recomputation repeats the forward pass.
+        # Counted once per token, although recomputation repeats the forward pass.
         if replay.trains and not again:
             replay.count(own, chosen, routing.known)
         # Scores are the router's own, at the replayed experts, so gradients reach the router.

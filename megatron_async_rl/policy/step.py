@@ -1,18 +1,18 @@
-"""From reduced gradients to new weights: prepare, controls, clip, controls again, step.
+"""The step from reduced gradients to new weights: prepare, controls, clip, controls again, step.
 
 Invariants:
-- every decision rests on all-reduced numbers, so all ranks step or none does;
+- every decision depends on all-reduced numbers, so all ranks step or none does;
 - a skipped step changes nothing: no weight, no moment, no step count, no weight decay;
-- a gradient that is not finite, or one of a loss that is not finite, is never applied, whatever the
-  controls say; it is reported, and such steps are counted one after the other;
+- a gradient that is not finite, or whose loss is not finite, is never applied, whatever the
+  controls decide; it is reported, and such steps in a row are counted;
 - a gradient far outside the run's history is reported before it is applied, or skipped;
-- gradient memory is swept for a norm only where no control has measured it already.
+- gradient memory is swept for a norm only if no control has measured it already.
 
-`StepTable` holds the measurements of a step: one row per sample, one all-reduce, then the metrics
-on every rank alike. Each sample's row is written by one rank (the last pipeline stage, tensor and
-context rank 0, of the data-parallel rank that owns the sample) and is zero elsewhere, so a plain
-sum over all ranks completes the table, maxima included. The metrics are then the same numbers,
-added in the same order, on every layout.
+`StepTable` holds the measurements of a step: one row per sample and one all-reduce; then every rank
+computes the same metrics. Each sample's row is written by one rank (the last pipeline stage, tensor
+and context rank 0, of the data-parallel rank that owns the sample) and is zero elsewhere, so a
+plain sum over all ranks completes the table, maxima included. The metrics are then the same
+numbers, added in the same order, with every layout.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from megatron_async_rl.samples.rank_batch import RankBatch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepFacts:
-    """Facts about the batch from the forward passes, the same on every rank; fields as in
-    StepView and UpdateView."""
+    """Facts about the batch from the forward passes, the same on every rank; fields as in StepView
+    and UpdateView."""
 
     loss: float
     log_weights: NDArray[np.float64]
@@ -65,9 +65,10 @@ class StepFacts:
 
 
 class OptimizerStep:
-    """Counts: `steps` taken or skipped so far (the schedule's clock), `updates` of them taken,
-    `nonfinite` of them skipped because loss or gradient was not finite, `nonfinite_in_a_row` of
-    those since the last step that was finite. A batch without anything to learn is neither."""
+    """Optimizer steps of a run. Counts: `steps` so far, including skipped ones (the schedule's
+    clock), `updates` of them not skipped, `nonfinite` of them skipped because loss or gradient was
+    not finite, `nonfinite_in_a_row` of those since the last finite step. A batch without anything
+    to learn counts as neither."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class OptimizerStep:
         self.nonfinite = 0
         self.nonfinite_in_a_row = 0
         self.nonfinite_ids: list[str] = []
-        """Samples that the newest steps in a row that were not finite are traced to."""
+        """Samples to which the newest steps in a row that were not finite are traced."""
         self.last: TakenStep | None = None
         self.beta1_product = Beta1Product()
         self._weight_decay = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
@@ -102,13 +103,13 @@ class OptimizerStep:
         displacement: WeightDisplacement | None = None,
         report: Callable[[Spike | NotFinite, Gradients], Sequence[str]] | None = None,
     ) -> dict[str, float]:
-        """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the
-        controls, before clipping.
+        """Take or skip one step; return metrics, the same on every rank. `policy/grad_norm` is
+        after the controls, before clipping. Collective.
 
-        The loss is checked because clamps turn a nan loss into a gradient of 0, which would pass
-        for a harmless one. report: called on every rank with an anomalous gradient, before it is
-        applied, and with a non-finite one; it may use the gradient buffers, leaves them as it found
-        them, and returns the ids of the samples that the gradient is traced to.
+        The loss is checked because clamps turn a nan loss into a gradient of 0, which would look
+        harmless. report: called on every rank with an anomalous gradient, before it is applied, and
+        with a non-finite one; it may use the gradient buffers, restores their content, and returns
+        the ids of the samples to which the gradient is traced.
         """
         lr = learning_rate(self.settings, self.steps, self.total_steps)
         self.steps += 1
@@ -122,7 +123,7 @@ class OptimizerStep:
         if norm is None:
             norm = math.sqrt(squared_norm(gradients))
         found = norm if decision.norm_before is None else decision.norm_before
-        # A control may have measured, or made, a norm that is not finite.
+        # A control may have measured, or produced, a norm that is not finite.
         usable = usable and math.isfinite(norm) and math.isfinite(found)
         skip = decision.skip or not usable
         self.nonfinite += not usable
@@ -135,11 +136,11 @@ class OptimizerStep:
         if strange is not None and report is not None:
             ids = report(strange, gradients)
             self.nonfinite_ids += () if usable else ids
-            # The shards that `report` found may be others by now.
+            # `report` may have replaced the shards.
             gradients = gradients_of(self.optimizer, self.layout)
         skip = skip or (spike is not None and self.on_anomaly == "skip")
         if usable:
-            # After the check, so that a gradient is compared with those before it.
+            # After the check, so that a gradient is compared with earlier ones only.
             self.norms.add(found)
 
         metrics = dict(decision.metrics)
@@ -148,20 +149,20 @@ class OptimizerStep:
         if not skip:
             clip_to(gradients, norm, self.settings.clip_grad)
             scale(gradients, decision.gradient_scale)
-            # Only for a step that is taken: Adam's moment does not change otherwise.
+            # Only if the step is not skipped: otherwise Adam's moment does not change.
             self.beta1_product = self.beta1_product.times(beta1)
             correction = self.beta1_product.lr_factor(self.updates + 1)
             step_lr = lr * decision.lr_scale * correction
             for group, decay in zip(self.optimizer.param_groups, self._weight_decay, strict=True):
                 group["lr"] = step_lr
-                # Adam multiplies decay by the learning rate, and the correction is not for it.
+                # Adam multiplies decay by the learning rate, whose correction must not affect it.
                 group["weight_decay"] = decay / correction
                 group["betas"] = (beta1, self.settings.betas[1])
-            # After clipping: corrections see the update that Adam will make.
+            # After clipping, so that corrections get the update that Adam will make.
             lengthened = self._correct(gradients, facts.kl, displacement, metrics)
             self.optimizer.step_with_ready_grads()
             for group, decay in zip(self.optimizer.param_groups, self._weight_decay, strict=True):
-                # The correction is of this step alone, and `last` remembers it.
+                # The correction applies only to this step, and `last` records it.
                 group["lr"], group["weight_decay"] = lr * decision.lr_scale, decay
             self.updates += 1
             # `last_update` recomputes Adam's update from these, so none is stored.
@@ -182,7 +183,7 @@ class OptimizerStep:
         )
 
     def skip(self) -> dict[str, float]:
-        """A batch that has nothing to learn from: the clock moves, nothing else does."""
+        """Skip a batch that has nothing to learn from: only the clock advances."""
         lr = learning_rate(self.settings, self.steps, self.total_steps)
         self.steps += 1
         skipped = {
@@ -193,7 +194,7 @@ class OptimizerStep:
         return skipped | self._update_norm(None)
 
     def _decide(self, gradients: Gradients, facts: StepFacts, lr: float, usable: bool) -> Decision:
-        """The controls' decisions in one; controls never see an unusable gradient."""
+        """Combine the controls' decisions; controls never see an unusable gradient."""
         if not usable:
             for control in self.controls.values():
                 control.reset()
@@ -216,8 +217,8 @@ class OptimizerStep:
         displacement: WeightDisplacement | None,
         metrics: dict[str, float],
     ) -> float:
-        """Let the controls correct the update that the optimizer is set for, and add their
-        metrics; return the corrected update's length over Adam's own."""
+        """Let the controls correct the update for which the optimizer is set, and add their
+        metrics; return the length of the corrected update, relative to Adam's own."""
         lengthened = 1.0
         for control in self.controls.values():
             correction = control.before_update(
@@ -240,9 +241,9 @@ class OptimizerStep:
     def _update_norm(
         self, gradients: Gradients | None, lengthened: float = 1.0
     ) -> dict[str, float]:
-        """Length of the update just made, `lengthened` times that of Adam's part; 0 without one.
-        Only where it is requested: it costs a sweep over Adam's state and an all-reduce of one
-        scalar."""
+        """Return the length of the update just made, `lengthened` times that of Adam's part; 0
+        without one. Only measured on request, because it costs a sweep over Adam's state and an
+        all-reduce of one scalar."""
         requested = self.settings.log_update_norm or any(
             control.needs_update_norm for control in self.controls.values()
         )
@@ -270,7 +271,8 @@ class OptimizerStep:
         self.steps, self.updates = state["steps"], state["updates"]
         self.nonfinite = state["nonfinite"]
         self.last = None if state["last"] is None else TakenStep(**state["last"])
-        # What follows is absent, or a plain list of norms, in checkpoints of earlier versions.
+        # The entries below are absent, or a plain list of norms, in checkpoints of earlier
+        # versions.
         self.nonfinite_in_a_row = state.get("nonfinite_in_a_row", 0)
         beta1 = self.settings.betas[0] if self.last is None else self.last.beta1
         self.beta1_product = Beta1Product.of_state(state.get("beta1_product"), beta1, self.updates)
@@ -289,7 +291,7 @@ COLUMNS = (
 # fmt: on
 
 TERMS = ("kl", "entropy", "value")
-"""Terms that may be added to the loss, `BatchLoss.terms`."""
+"""Terms that may be added to the loss (`BatchLoss.terms`)."""
 
 
 class StepTable:
@@ -306,15 +308,15 @@ class StepTable:
         loss: BatchLoss,
         version: int,
     ) -> None:
-        """tokens: with `entropy`; loss: of this micro-batch."""
+        """Record a micro-batch. tokens: with `entropy`; loss: of this micro-batch."""
         if not micro_batch.samples:
             return
         log_weight = (tokens.logp - tokens.logp_behavior).double()
         bounded = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         difference = log_weight.abs()
-        # A token of this version in a response that an older one began was sampled over the older
-        # one's keys and values.
-        # float64 throughout: sums over tokens of a sample are the metrics' only rounding.
+        # A token of this version in a response that an older version began was sampled over the
+        # older version's keys and values. float64 throughout: sums over tokens of a sample are the
+        # metrics' only rounding.
         older = (micro_batch.versions != version).double()
         begun_by_an_older = older.new_zeros(tokens.sequences).scatter_reduce(
             0, tokens.sequence, older, "amax"
@@ -356,14 +358,14 @@ class StepTable:
             f"term_{name}": loss.terms[name].double() if name in loss.terms else nothing
             for name in TERMS
         }
-        # Assigned, not added: a second pass over the same samples replaces its rows.
+        # Assigned, not added, so that a second pass over the same samples replaces its rows.
         self.values[micro_batch.batch_samples] = torch.stack(
             [columns[name] for name in COLUMNS], dim=1
         )
 
     def weigh(self, advantages: Tensor) -> None:
         """Convert rows recorded at advantage 1 to those of `advantages`, [S]: the loss, and the
-        counts by its sign."""
+        counts that depend on its sign."""
         advantages = advantages.to(self.values.device)
         self._column("loss").mul_(advantages)
         for name in ("positive", "clipped_positive"):
@@ -372,8 +374,8 @@ class StepTable:
             self._column(name.replace("positive", "negative")).copy_(counted * (advantages < 0))
 
     def add_terms(self, other: StepTable) -> None:
-        """Take the terms from another pass over the same samples, which recorded nothing else as
-        its loss; this one had none."""
+        """Add the terms of another pass over the same samples, whose loss consisted only of terms;
+        this table's loss had none."""
         self._column("loss").add_(other._column("loss"))
         for term in TERMS:
             self._column(f"term_{term}").copy_(other._column(f"term_{term}"))
@@ -389,12 +391,12 @@ class StepTable:
 
 
 class RecordedLoss:
-    """The objective's loss of a micro-batch, from its log-probs on the last stage; and the rows of
-    the table.
+    """The objective's loss of a micro-batch, from its log-probs on the last stage; also records the
+    rows of the table.
 
-    table: null where another tensor-parallel rank records. owner: the data-parallel rank.
-    advantage: of every trained token; null for the batch's own. with_terms: false leaves out what
-    is added to the loss.
+    table: null if another tensor-parallel rank records. owner: the data-parallel rank. advantage:
+    of every trained token; null for the batch's own. with_terms: False leaves out the terms added
+    to the loss.
     """
 
     def __init__(
@@ -425,7 +427,7 @@ class RecordedLoss:
             dtype=outputs.logp.dtype,
         )
         tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
-        # Value clipping is from the estimates before the step, which the batch's `values` are.
+        # Value clipping is relative to the estimates before the step: the batch's `values`.
         if outputs.values is not None:
             tokens = tokens.replace(values=outputs.values, values_old=tokens.require("values"))
         if self._advantage is not None:
@@ -438,25 +440,25 @@ class RecordedLoss:
         )
         if self._table is not None:
             self._table.record(micro_batch, tokens, loss, targets.samples.version)
-        # Undivided: denominators are already those of the whole step.
+        # Not divided, because denominators already are those of the whole step.
         return loss.parts.sum()
 
 
 def sample_losses(table: NDArray[np.float64]) -> list[float]:
-    """Each sample's part of the step's loss, in a completed table."""
+    """Return each sample's part of the step's loss, from a completed table."""
     losses: list[float] = table[:, COLUMNS.index("loss")].tolist()
     return losses
 
 
 def sample_log_weights(table: NDArray[np.float64], samples: RankBatch) -> NDArray[np.float64]:
-    """sum_t log(pi / mu) of each sample with trained tokens, untruncated, in a completed table;
-    empty for given responses."""
+    """Return sum_t log(pi / mu) of each sample with trained tokens, untruncated, from a completed
+    table; empty for given responses."""
     return table[samples.sampled & (samples.trained > 0), COLUMNS.index("log_weight")]
 
 
 def step_metrics(table: NDArray[np.float64], samples: RankBatch) -> dict[str, float]:
-    """Metrics of a completed table, row by row of `samples`; a sample without trained tokens is
-    left out. Keys are those of metrics/catalogue.py."""
+    """Return the metrics of a completed table, row by row of `samples`, without samples without
+    trained tokens. Keys are those of metrics/catalogue.py."""
     column = dict(zip(COLUMNS, table.T, strict=True))
     counts, sampled = samples.trained, samples.sampled.any()
     tokens = int(counts.sum())
@@ -474,7 +476,7 @@ def step_metrics(table: NDArray[np.float64], samples: RankBatch) -> dict[str, fl
         "loss/value": column["term_value"],
         "ratio/kl_reference": column["kl_ref"] / tokens,
     }
-    # Nowhere a number: not configured. A penalty that happens to be 0 is logged as 0.
+    # No number at all means not configured. A penalty that happens to be 0 is logged as 0.
     metrics |= {
         name: float(values.sum()) for name, values in present.items() if not np.isnan(values).all()
     }

@@ -1,4 +1,5 @@
-"""The types that flow. They carry data and check their own invariants; they do nothing else."""
+"""Types of the data that flows. They carry data and check their own invariants, and do nothing
+else."""
 
 from megatron_async_rl.samples.types import FinishReason, Prompt, Sample
 

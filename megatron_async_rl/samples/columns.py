@@ -1,13 +1,15 @@
 """The only form of samples in transit: Arrow record batches with one schema.
 
-An engine reports such batches, the controller keeps and hands out their rows (rows.py), the
-checkpoint and the sample log on disk are made of them, and a data-parallel rank gets its own rows
-of the numeric columns (rank_batch.py). Python objects (`Sample`) exist only at the edges.
+An engine reports such batches, the controller stores and hands out their rows (rows.py), checkpoint
+and sample log consist of them, and a data-parallel rank gets its own rows of the numeric columns
+(rank_batch.py). Python objects (`Sample`) exist only at the edges.
 
 Invariants:
 - one row is one sample; per-token columns of a row have the length of its `response_ids`;
-- `batch_of` and `samples_of` are inverse, arrays to dtype and value, numbers to the last bit;
-- `NUMERIC` is what training reads: no text, no fields. A trainer rank gets it as `RankBatch`.
+- `batch_of` and `samples_of` are inverse: dtype and value of arrays and every bit of numbers are
+  preserved;
+- `NUMERIC` contains the columns that training reads: no text, no fields. A trainer rank gets them
+  as `RankBatch`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ NUMERIC = pa.schema(
         pa.field("loss_mask", pa.list_(pa.uint8()), nullable=False),
         pa.field("step_rewards", pa.list_(pa.float32())),
         pa.field("segment_starts", pa.list_(pa.int32())),
-        # large_binary: a batch's experts may exceed 2 GiB.
+        # large_binary: the routed experts of a batch may exceed 2 GiB.
         pa.field("routed_experts", pa.large_binary()),
         pa.field("reward", pa.float64(), nullable=False),
         pa.field("reward_parts", pa.map_(pa.string(), pa.float64())),
@@ -59,32 +61,32 @@ SCHEMA = pa.schema(
         pa.field("finished_at", pa.float64(), nullable=False),
     ]
 )
-"""All columns of a sample. `fields`: the prompt's other keys, as JSON. Times are Unix seconds.
-Texts of a batch may take more than the 2 GiB that a `string` column holds."""
+"""All columns of a sample. `fields`: the prompt's other keys, as JSON. Times are Unix seconds. Text
+columns are large_string, because a batch's texts may exceed the 2 GiB of a `string` column."""
 ROUTED = "routed_experts"
 LOGGED = SCHEMA.remove(SCHEMA.get_field_index(ROUTED))
-"""Columns of the sample log, unless `samples.experts` keeps all: the experts are most of a
-mixture's bytes, and only a step that is computed again reads them there."""
+"""Columns of the sample log, unless `samples.experts` keeps all: routed experts are most of the
+bytes of a mixture-of-experts model, and only recomputing a step reads them from the log."""
 
 
 _COLUMNS: dict[str, Callable[[Sample], Any]] = {
     "prompt_ids": lambda sample: sample.prompt.token_ids,
     "prompt_id": lambda sample: sample.prompt.id,
     "prompt_text": lambda sample: sample.prompt.text,
-    # JSON, since fields differ from row to row and a schema does not.
+    # JSON, because fields differ from row to row and a schema does not.
     "fields": lambda sample: json.dumps(dict(sample.prompt.fields)),
     "reward_parts": lambda sample: (
         None if sample.reward_parts is None else list(sample.reward_parts.items())
     ),
 }
-"""Columns without an attribute of a sample."""
+"""Columns that are not an attribute of a sample."""
 
 
 def batch_of(
     samples: Sequence[Sample], groups: Sequence[int], schema: pa.Schema = SCHEMA
 ) -> pa.RecordBatch:
     """Return one row per sample, in order. `groups`: number of each sample's group. `schema`:
-    SCHEMA, or NUMERIC if text is not read."""
+    SCHEMA, or NUMERIC if text is not needed."""
     columns = {
         name: [_COLUMNS.get(name, attrgetter(name))(sample) for sample in samples]
         for name in schema.names
@@ -94,10 +96,10 @@ def batch_of(
 
 
 class SampleColumns:
-    """Finished responses of an engine's report, gathered column by column without a `Sample` for
+    """Finished responses of an engine's report, collected column by column without a `Sample` for
     each.
 
-    Not safe for threads: `append` and `take` belong to one event loop.
+    Not thread-safe: `append` and `take` belong to one event loop.
     """
 
     def __init__(self) -> None:
@@ -105,7 +107,7 @@ class SampleColumns:
         """Values in the order of SCHEMA."""
         # Serialised once per prompt: a group's responses share it.
         self._prompts: dict[str, tuple[Prompt, NDArray[np.int32], str]] = {}
-        """Last prompt of each id, with its token ids and its fields in JSON. Many rows share a
+        """Last prompt of each id, with its token ids and its fields as JSON. Many rows share a
         prompt, but two prompts of one id may differ if the data changed before a resume."""
 
     def __len__(self) -> int:
@@ -134,14 +136,14 @@ class SampleColumns:
         started_at: float = 0.0,
         finished_at: float = 0.0,
     ) -> None:
-        """Append a row. Raises ValueError for a row that a `Sample` could not hold, and appends
-        nothing then."""
+        """Append a row. Raises ValueError, and appends nothing, for a row that a `Sample` could not
+        hold."""
         per_token: dict[str, NDArray[Any]] = {
             "behavior_logprobs": behavior_logprobs,
             "versions": versions,
             "loss_mask": loss_mask,
         }
-        # Before anything is stored: a refused row leaves the others as they are.
+        # Before anything is stored: a rejected row leaves the others as they are.
         check_response(
             id,
             response_ids,
@@ -183,10 +185,11 @@ class SampleColumns:
         self._rows.append(_in_order(row))
 
     def take(self) -> pa.RecordBatch:
-        """Return the rows so far by SCHEMA, in the order they were appended, and forget them."""
+        """Return and forget the rows so far, by SCHEMA, in the order in which they were
+        appended."""
         # Swapped, so that rows appended from here on go into the next report.
         rows, self._rows = self._rows, []
-        # Prompts must not outlive their rows.
+        # Cleared, because prompts must not outlive their rows.
         self._prompts.clear()
         columns = zip(*rows, strict=True) if rows else ((),) * len(SCHEMA)
         return _record_batch(dict(zip(SCHEMA.names, columns, strict=True)), SCHEMA)
@@ -208,11 +211,11 @@ def _record_batch(columns: Mapping[str, Sequence[Any]], schema: pa.Schema) -> pa
 
 
 def list_array(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
-    """Return a list column of one array or sequence of numbers per row; null where the row is None.
-    Raises TypeError for an array of another dtype, whose values might not fit."""
+    """Return a list column with one array or sequence of numbers per row; null where the row is
+    None. Raises TypeError for an array of another dtype, whose values might not fit."""
     dtype = np.dtype(kind.value_type.to_pandas_dtype())
     present = [
-        # Arrays are taken as they are; only plain sequences are converted.
+        # Arrays are used as they are; only plain sequences are converted.
         row if isinstance(row, np.ndarray) else np.array(row, dtype=dtype)
         for row in rows
         if row is not None
@@ -222,7 +225,7 @@ def list_array(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
         if row.dtype != dtype:
             raise TypeError(f"an array of {row.dtype}, and the column is of {dtype}")
     starts = np.zeros(len(rows) + 1, dtype=np.int32)
-    # A null row takes no values.
+    # A null row has no values.
     np.cumsum([0 if row is None else len(row) for row in rows], out=starts[1:])
     missing = None if len(present) == len(rows) else pa.array([row is None for row in rows])
     values = np.concatenate(present) if present else np.zeros(0, dtype=dtype)
@@ -256,7 +259,8 @@ def as_stream(batch: pa.RecordBatch) -> pa.Buffer:
 
 
 def from_stream(content: bytes | pa.Buffer) -> pa.RecordBatch:
-    """Return the record batch that `as_stream` was given, as views that keep `content` alive."""
+    """Return the record batch that was passed to `as_stream`, as views that keep `content`
+    alive."""
     with pa.ipc.open_stream(content) as stream:
         return stream.read_next_batch()
 
@@ -277,12 +281,12 @@ def samples_of(batch: pa.RecordBatch) -> list[Sample]:
             "segment_starts",
         )
     }
-    # Rows of a log without experts have the column, with nulls.
+    # Rows of a log without routed experts get the column, with nulls.
     batch = with_experts(batch)
     plain = {name: batch.column(name).to_pylist() for name in SCHEMA.names if name not in arrays}
     samples = []
     for row in range(batch.num_rows):
-        # An environment may open each sample of a prompt with other words.
+        # An environment may give each sample of a prompt a different text.
         known = prompt_id, text = plain["prompt_id"][row], plain["prompt_text"][row]
         if known not in prompts:
             prompts[known] = Prompt(
@@ -317,11 +321,11 @@ def samples_of(batch: pa.RecordBatch) -> list[Sample]:
 
 
 def with_experts(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch by LOGGED as a batch by SCHEMA."""
+    """Return a batch with columns LOGGED as a batch with columns SCHEMA."""
     if ROUTED in batch.schema.names:
         return batch
     columns = {name: batch.column(name) for name in batch.schema.names}
-    # One schema for readers, whatever was logged.
+    # One schema for readers, whatever the log contains.
     columns[ROUTED] = pa.nulls(batch.num_rows, pa.large_binary())
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 

@@ -1,21 +1,21 @@
-"""Proof, from the sample log alone, that no group and no sample of a run is unaccounted for.
+"""Proof, from the sample log alone, that every group and every sample of a run is accounted for.
 
     admitted --+--> consumed at one step, with the samples that trained
                +--> dropped, with a reason, and its finished samples with it
                +--> still in the buffer
 
-`account` reads the log, and raises HistoryBroken with every sentence that the log contradicts:
+`account` reads the log, and raises HistoryBroken with every statement that the log contradicts:
 
 - outcomes are numbered without repetition and without a gap, up to the checkpoint's position;
 - an outcome of a sample has its sample;
 - a group ends at most once, and only after it was admitted; nothing admits it again afterwards;
-- the samples of a step are of the groups that the step consumed, the same number of each (with
+- the samples of a step belong to the groups that the step consumed, the same number to each (with
   replay, only their number is fixed);
-- a sample that was dropped is of a group that was dropped, for the same reason;
-- every finished sample of training has an end, is of a group that is still in the buffer, or was
-  lost in a crash.
+- a sample that was dropped belongs to a group that was dropped, for the same reason;
+- every finished training sample has an outcome, belongs to a group that is still in the buffer, or
+  was lost in a crash.
 
-A log whose oldest segments were deleted is checked as far back as it goes.
+A log whose oldest segments were deleted is checked as far back as it reaches.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def account(
     replay: bool = False,
     position: int = 0,
 ) -> History:
-    """Return where every group ended. `buffer`: the groups that wait, if known. `replay`: steps may
-    train on samples of other groups. `position`: number of outcomes that a checkpoint counts, if
-    known. It and the log's mark (log_mark.py) reveal that the newest segments were deleted. Raises
-    HistoryBroken, SegmentBroken."""
+    """Return the outcome of every group. `buffer`: the waiting groups, if known. `replay`: steps
+    may train on samples of other groups. `position`: number of outcomes that a checkpoint counts,
+    if known. It and the log's mark (frames.py) reveal that the newest segments were deleted.
+    Raises HistoryBroken, SegmentBroken."""
     segments = segments_in(run_dir / FOLDER)
-    # Without the first segment, admissions may be missing legitimately.
+    # Without the first segment, missing admissions are not a fault.
     whole = not segments or segments[0] == 0
     faults: list[str] = []
     admitted: set[int] = set()
@@ -90,7 +90,7 @@ def account(
         if seq == last:
             faults.append(f"two outcomes have the number {seq}")
         last = seq
-        # An evaluation that ran again: its row keeps its number and counts no longer.
+        # An evaluation that was repeated: its row keeps its number but no longer counts.
         if outcome == "repeated":
             continue
         if row["id"] is not None:
@@ -100,7 +100,7 @@ def account(
             elif outcome == "dropped":
                 left_out.append((group, row["id"], row["reason"]))
             continue
-        # A group ends once; the later outcome is the fault.
+        # A group ends once, so the later outcome is the fault.
         if group in consumed or group in dropped:
             faults.append(f"group {group} is {outcome} (outcome {seq}) after it has ended")
         elif outcome == "admitted":
@@ -120,7 +120,7 @@ def account(
             faults.append(f"sample {name} is dropped ({reason}) and its group is not")
     waiting = frozenset(admitted - consumed.keys() - dropped.keys())
     for entry in read_entries(run_dir):
-        # What is left has an outcome and no sample.
+        # The subjects that remain have an outcome and no sample.
         subjects.pop((entry.id, entry.finished_at), None)
         if entry.group >= 0 and entry.state == "waiting" and entry.group not in waiting:
             if replay and entry.group in consumed:  # it is in the store, or has left it
@@ -132,7 +132,7 @@ def account(
             f"outcome {seq} is of sample {name}, which is missing"
             for (name, _), seq in subjects.items()
         ]
-    # The checkpoint's buffer is the second witness.
+    # The checkpoint's buffer is a second source for the waiting groups.
     if buffer is not None and waiting != set(buffer):
         unknown, gone = sorted(set(buffer) - waiting), sorted(waiting - set(buffer))
         faults.append(f"groups {unknown} wait and the log does not have them; {gone} the reverse")

@@ -1,13 +1,13 @@
-"""A train batch as one trainer rank sees it: everybody's numbers, and the tokens of its own
+"""A train batch as one trainer rank sees it: the numbers of all samples, and the tokens of its own
 samples.
 
-What a step decides from the whole batch (advantages, corrections, denominators, the plan) needs
-every sample's numbers on every rank; token ids are fed to the model only by the data-parallel rank
-that owns the sample.
+Decisions that depend on the whole batch (advantages, corrections, denominators, the plan) need the
+numbers of every sample on every rank. Only the data-parallel rank that owns a sample feeds its
+token ids to the model.
 
 Invariants:
-- rows are in the order of the train batch, and per-token arrays lie row after row: row s has the
-  entries `starts[s]` to `starts[s + 1]`;
+- rows have the order of the train batch, and per-token arrays are concatenated in this order: row s
+  has the entries `starts[s]` to `starts[s + 1]`;
 - `numbers` and `tokens` are Arrow record batches, and `of` reads them without a copy per sample;
 - no text, no prompt fields, no Python object per sample.
 """
@@ -45,27 +45,27 @@ TOKENS = pa.schema(
         pa.field(ROUTED, pa.large_binary()),
     ]
 )
-"""The tokens of a sample, for its owner: prompt and response, one after the other; and the experts
-that the engine chose for them."""
+"""The tokens of a sample, for its owner: prompt and response, concatenated; and the experts that
+the engine chose for them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankBatch:
-    """S samples with N response tokens, P tokens of own samples.
+    """S samples with N response tokens; P tokens belong to this rank's own samples.
 
     version: the weights that will be trained. ids: [S] strings. group, owner, prompt_lengths,
     lengths (response tokens): [S] int64. rewards, weights: [S] float64. reward_parts: [S], the
-    parts of a reward by their names, null where it has none. segment_starts: [S], the response
-    tokens at which further segments of a sample begin, null where it has one. valid (the reward did
-    not fail), sampled (not given data), truncated: [S] bool.
+    parts of a reward by name, null for a reward without parts. segment_starts: [S], the response
+    tokens at which further segments of a sample begin, null for a sample of one segment. valid (the
+    reward did not fail), sampled (not given data), truncated: [S] bool.
 
     behavior_logprobs: [N] float32. versions: [N] int32. loss_mask: [N] uint8. step_rewards: [N]
-    float32, 0 for a sample without any; None where no sample has any.
+    float32, 0 for a sample without any; None if no sample has any.
 
-    token_ids: [P] int32, prompt and response of each own sample. token_starts: [S] int64, where a
-    sample's begin; -1 for one of another rank. routed_experts: [P, bytes] uint8, of each own token
-    the row of types.py, 0 for a segment's last; None where no own sample has any. routed: [S] bool,
-    own samples that have them.
+    token_ids: [P] int32, prompt and response of each own sample. token_starts: [S] int64, index of
+    a sample's first token in token_ids; -1 for a sample of another rank. routed_experts: [P, bytes]
+    uint8, for each own token the row of types.py, 0 for the last token of a segment; None if no own
+    sample has any. routed: [S] bool, own samples that have routed experts.
     """
 
     version: int
@@ -92,11 +92,11 @@ class RankBatch:
 
     @classmethod
     def of(cls, version: int, numbers: pa.RecordBatch, tokens: pa.RecordBatch) -> RankBatch:
-        """From the schemas NUMBERS and TOKENS."""
+        """Return the batch of the record batches `numbers` (NUMBERS) and `tokens` (TOKENS)."""
         behavior_logprobs, lengths = flat(numbers.column("behavior_logprobs"))
         given, counts = flat(numbers.column("step_rewards"))
         steps = None
-        # The array exists only where a sample has step rewards.
+        # The array exists only if a sample has step rewards.
         if numbers.column("step_rewards").null_count < numbers.num_rows:
             steps = np.zeros(len(behavior_logprobs), dtype=np.float32)
             steps[np.repeat(counts > 0, lengths)] = given
@@ -106,7 +106,7 @@ class RankBatch:
         token_starts = np.full(numbers.num_rows, -1, dtype=np.int64)
         token_starts[rows] = np.cumsum(totals) - totals
         prompt_lengths = numbers.column("prompt_length").to_numpy().astype(np.int64)
-        # Experts come for own samples only, in the order of `rows`.
+        # Only own samples have experts, in the order of `rows`.
         own = numbers.column("segment_starts").take(pa.array(rows))
         routed_experts, recorded = _routed_experts(
             tokens.column(ROUTED), *segment_lengths(prompt_lengths[rows], totals, own)
@@ -144,18 +144,18 @@ class RankBatch:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """[S + 1]: where each sample's response tokens begin, and the end."""
+        """Offset of each sample's first response token, and the end: [S + 1]."""
         # Cached: every pass over the batch reads it.
         return np.concatenate(([0], np.cumsum(self.lengths)))
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        """[N]: the row of each response token."""
+        """Row of each response token: [N]."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
     @cached_property
     def owned_starts(self) -> NDArray[np.int64]:
-        """[S]: where each sample's response tokens begin among those of its owner."""
+        """Offset of each sample's first response token among those of its owner: [S]."""
         starts = np.zeros(len(self), dtype=np.int64)
         for owner in np.unique(self.owner):
             owned = self.owner == owner
@@ -164,14 +164,14 @@ class RankBatch:
 
     @property
     def fed(self) -> NDArray[np.int64]:
-        """[S]: the tokens that go into the model: all but the last of each segment, which predicts
-        nothing."""
+        """Number of a sample's tokens that the model reads: all but the last of each segment, which
+        predicts nothing. [S]."""
         # Each further segment ends with a token that predicts nothing.
         further = pc.fill_null(pc.list_value_length(self.segment_starts), 0).to_numpy()
         return self.prompt_lengths + self.lengths - 1 - further
 
     def segments(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """`segment_lengths` of these samples."""
+        """Return `segment_lengths` of these samples."""
         prompts = self.prompt_lengths[rows]
         totals = prompts + self.lengths[rows]
         # The usual case, without the general arithmetic.
@@ -181,27 +181,27 @@ class RankBatch:
 
     @cached_property
     def trained(self) -> NDArray[np.int64]:
-        """[S]: the response tokens that are trained on."""
+        """Number of trained response tokens: [S]."""
         return np.bincount(self.rows, self.loss_mask, minlength=len(self)).astype(np.int64)
 
     @property
     def start_versions(self) -> NDArray[np.int32]:
-        """[S]: the oldest version that sampled a token."""
+        """Oldest version that sampled a token: [S]."""
         return np.minimum.reduceat(self.versions, self.starts[:-1])
 
     @property
     def last_versions(self) -> NDArray[np.int32]:
-        """[S]: the newest version that sampled a token."""
+        """Newest version that sampled a token: [S]."""
         return np.maximum.reduceat(self.versions, self.starts[:-1])
 
     @property
     def lag_max(self) -> int:
-        """Largest lag of a token that is trained on; what an environment wrote was not sampled."""
+        """Largest lag of a trained token; tokens of an environment were not sampled."""
         lags = self.version - self.versions[self.loss_mask > 0]
         return int(lags.max(initial=0))
 
     def select(self, rows: NDArray[np.int64] | Sequence[int]) -> RankBatch:
-        """These samples alone, in this order."""
+        """Return the batch of these samples alone, in this order."""
         rows = np.asarray(rows, dtype=np.int64)
         # Per-token columns are selected by tokens, the others by samples.
         tokens = spans(self.starts[rows], self.lengths[rows])
@@ -221,8 +221,8 @@ class RankBatch:
 def segment_lengths(
     prompts: NDArray[np.int64], totals: NDArray[np.int64], starts: pa.ListArray
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[G] tokens of each segment of S samples, sample after sample, and [S] segments of each.
-    totals: [S] tokens of prompt and response. starts: as `RankBatch.segment_starts`."""
+    """Return [G] tokens of each segment of S samples, sample after sample, and [S] segments of
+    each. totals: [S] tokens of prompt and response. starts: as `RankBatch.segment_starts`."""
     further, more = flat(starts)
     counts = more + 1
     last = np.cumsum(counts) - 1
@@ -236,7 +236,7 @@ def segment_lengths(
 
 
 def numbers_of(samples: pa.RecordBatch, owner: NDArray[np.int64]) -> pa.RecordBatch:
-    """The schema NUMBERS of a batch by NUMERIC or SCHEMA."""
+    """Return the columns NUMBERS of a batch with columns NUMERIC or SCHEMA."""
     columns = {
         **{name: samples.column(name) for name in NUMERIC.names},
         "prompt_length": pc.list_value_length(samples.column("prompt_ids")),
@@ -246,13 +246,13 @@ def numbers_of(samples: pa.RecordBatch, owner: NDArray[np.int64]) -> pa.RecordBa
 
 
 def tokens_of(samples: pa.RecordBatch, rows: NDArray[np.int64]) -> pa.RecordBatch:
-    """The schema TOKENS of the samples `rows` of such a batch."""
+    """Return the columns TOKENS of the samples `rows` of such a batch."""
     (prompts, before), (responses, lengths) = (
         flat(samples.column(name).take(pa.array(rows))) for name in ("prompt_ids", "response_ids")
     )
     ends = np.cumsum(before + lengths)
     values = np.empty(len(prompts) + len(responses), dtype=np.int32)
-    # Prompt and response of a sample lie next to each other, as the model reads them.
+    # Prompt and response of a sample are contiguous, as the model reads them.
     values[spans(ends - before - lengths, before)] = prompts
     values[spans(ends - lengths, lengths)] = responses
     starts = np.concatenate(([0], ends)).astype(np.int32)
@@ -269,8 +269,8 @@ def tokens_of(samples: pa.RecordBatch, rows: NDArray[np.int64]) -> pa.RecordBatc
 def _routed_experts(
     column: pa.LargeBinaryArray, segments: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint8] | None, NDArray[np.bool_]]:
-    """`RankBatch.routed_experts`, and which rows of the column have any. segments, counts: of these
-    samples, as `segment_lengths`. Raises ValueError where tokens have different numbers of
+    """Return `RankBatch.routed_experts`, and which rows of the column have any. segments, counts:
+    of these samples, as `segment_lengths`. Raises ValueError if tokens have different numbers of
     bytes."""
     recorded = column.is_valid().to_numpy(zero_copy_only=False)
     if not recorded.any():
@@ -278,7 +278,7 @@ def _routed_experts(
     sizes = pc.fill_null(pc.binary_length(column), 0).to_numpy()
     rows = np.add.reduceat(segments - 1, np.cumsum(counts) - counts)
     widths = np.unique(sizes[recorded] / rows[recorded])
-    # Rows of different widths come from another model.
+    # Rows of different widths come from different models.
     if len(widths) != 1 or widths[0] != int(widths[0]):
         raise ValueError(f"routed experts of {widths.tolist()} bytes for a token: not of one model")
     known = column.drop_null()

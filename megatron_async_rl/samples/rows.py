@@ -1,13 +1,13 @@
-"""Samples as the controller has them: rows of the record batches that engines report.
+"""Samples in the controller: rows of the record batches that engines report.
 
     EngineReport --rows_of--> SampleRow (scheduler, evaluation) --gathered--> record batch
                                                                               (TrainBatch, buffer,
                                                                                sample log)
 
 Invariants:
-- a row is never copied into an object: it holds the values that decisions use, and the place of the
-  rest;
-- no row keeps memory of Ray's object store: a report arrives in one piece of its own;
+- a row is never copied into an object: it holds the values that decisions need, and the position of
+  the rest;
+- no row keeps memory of Ray's object store alive: a report arrives as one piece of its own memory;
 - no token of a train batch was sampled by weights newer than the batch's own version.
 """
 
@@ -34,38 +34,38 @@ from megatron_async_rl.samples.columns import (
     rows_of_lists,
     samples_of,
 )
-from megatron_async_rl.samples.types import Aborted, Sample
+from megatron_async_rl.samples.types import Aborted, Prompt, Sample
 
 StateName = Literal["running", "paused", "asleep"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineReport:
-    """News of an engine since its last report. Counts are since the engine started."""
+    """Report of an engine since its previous one. Counts are since the engine started."""
 
     finished: pa.RecordBatch
-    """Samples that finished, in that order, by SCHEMA."""
+    """Samples that finished, in the order in which they did, by SCHEMA."""
     aborted: tuple[Aborted, ...]
     state: StateName
     version: int
     """Version of the weights that sample the next token."""
     running: int
-    """Requests given to the engine and not yet finished or aborted."""
+    """Requests sent to the engine and not yet finished or aborted."""
     tokens: int
-    """Response tokens sampled, those of aborted responses included and an environment's not."""
+    """Response tokens sampled, including those of aborted responses but not an environment's."""
     busy_s: float
     """Seconds in which at least one request was running and sampling was not paused."""
     silent_s: float
     """Seconds since vLLM's own process last answered."""
     generated: int = 0
-    """Tokens of `tokens` that are for training, not for an evaluation."""
+    """Number of `tokens` that are for training, not for an evaluation."""
     sampling: bool = False
-    """True if a response has grown since the last report, or an agent works on one by itself; read
-    if nothing finished and nothing was aborted."""
+    """True if a response has grown since the last report, or an agent is working on one by itself;
+    read only if nothing finished and nothing was aborted."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Bytes, in one piece: buffers passed to Ray are read in its object store, which would keep
-        # every report for as long as one of its samples waits.
+        # As bytes, in one piece: Ray leaves buffers in its object store, which would keep every
+        # report for as long as one of its samples waits.
         rest = {name: value for name, value in vars(self).items() if name != "finished"}
         return _report, (as_stream(self.finished).to_pybytes(), pickle.dumps(rest, protocol=5))
 
@@ -75,8 +75,9 @@ def _report(finished: bytes, rest: bytes) -> EngineReport:
 
 
 class SampleRow:
-    """One row of a record batch by SCHEMA. `length`: response tokens; `total_length`: with the
-    prompt's. `start_version`, `last_version`: the oldest and the newest of its response tokens."""
+    """One row of a record batch with columns SCHEMA. `length`: response tokens; `total_length`:
+    prompt and response tokens. `start_version`, `last_version`: the oldest and the newest version
+    of its response tokens."""
 
     __slots__ = (
         "batch",
@@ -108,14 +109,14 @@ class SampleRow:
 
     @property
     def response_ids(self) -> NDArray[np.int32]:
-        """[length] int32, a view."""
+        """Response tokens: [length] int32, a view."""
         column = self.batch.column("response_ids")
         start = column.offsets[self.row].as_py()
         values: NDArray[np.int32] = column.values.to_numpy()[start : start + self.length]
         return values
 
     def sample(self) -> Sample:
-        """The row as a Sample, for a message or a reward."""
+        """Return the row as a Sample, for a message or a reward."""
         (sample,) = samples_of(self.batch.slice(self.row, 1))
         return sample
 
@@ -126,7 +127,7 @@ class SampleRow:
         return None if parts is None else dict(parts)
 
     def renamed(self, name: str) -> SampleRow:
-        """The same row under the id `name`."""
+        """Return the same row with the id `name`."""
         # The record batch is shared: only the id differs.
         other = copy.copy(self)
         other.id = name
@@ -137,7 +138,7 @@ def rows_of(batch: pa.RecordBatch) -> list[SampleRow]:
     """Return the rows of a record batch by SCHEMA, which they keep alive."""
     versions = batch.column("versions")
     starts = versions.offsets.to_numpy()
-    # A sliced batch holds the values of all rows: offsets bound those of its own.
+    # A sliced batch holds the values of all rows: the offsets bound those of the slice.
     tokens, lengths = versions.values.to_numpy()[: starts[-1]], np.diff(starts)
     totals = lengths + np.diff(batch.column("prompt_ids").offsets.to_numpy())
     columns = zip(
@@ -174,19 +175,19 @@ def rows_of(batch: pa.RecordBatch) -> list[SampleRow]:
 def gathered(
     rows: Sequence[SampleRow], groups: Sequence[int] | None = None, schema: pa.Schema = SCHEMA
 ) -> pa.RecordBatch:
-    """Return a batch of the rows, in order, under the ids they have. `groups`: number of each row's
-    group, instead of its own. `schema`: SCHEMA, or NUMERIC if text is not read."""
+    """Return a batch of the rows, in order, under their present ids. `groups`: number of each row's
+    group, instead of its own. `schema`: SCHEMA, or NUMERIC if text is not needed."""
     if not rows:
         return pa.RecordBatch.from_pylist([], schema=schema)
     places: dict[int, list[int]] = {}
     for place, row in enumerate(rows):
-        # By identity: rows of one report are taken from it together.
+        # By identity, so that rows of one report are taken from it together.
         places.setdefault(id(row.batch), []).append(place)
     parts = [_rows_of_one([rows[place] for place in part]) for part in places.values()]
     table = pa.Table.from_batches(parts).select(schema.names).combine_chunks()
     (whole,) = table.to_batches()
     come = np.concatenate(list(places.values()))
-    # Rows of several reports are interleaved: restore the requested order.
+    # Rows of several reports are interleaved here: restore the requested order.
     if (np.diff(come) != 1).any():
         whole = whole.take(pa.array(np.argsort(come)))
     columns = dict(zip(schema.names, whole.columns, strict=True))
@@ -203,18 +204,18 @@ def rescored(
     errors: Sequence[str | None],
 ) -> list[SampleRow]:
     """Return the rows with these rewards instead of their own. If a sample has step rewards, the
-    difference comes with its last token; a row with an error has none."""
+    difference is added to its last token; a row with an error has none."""
     steps: list[NDArray[np.float32] | None] = []
     batch, rewards = gathered(rows), list(rewards)
     given = rows_of_lists(batch.column("step_rewards"))
     for place, (row, error, old) in enumerate(zip(rows, errors, given, strict=True)):
         new = None if old is None or error is not None else old.copy()
         if new is not None:
-            # The last token, so that the sum is the new reward.
+            # Added to the last token, so that the sum is the new reward.
             new[-1] += rewards[place] - row.reward
             exact = float(np.sum(new, dtype=np.float64))
             if not math.isclose(rewards[place], exact, rel_tol=1e-6, abs_tol=1e-6):
-                rewards[place] = exact  # what is written and what it sums to are one
+                rewards[place] = exact  # the written reward equals the sum of its steps
         steps.append(new)
     changed = {
         "step_rewards": list_array(steps, SCHEMA.field("step_rewards").type),
@@ -231,16 +232,25 @@ def rescored(
 
 
 def _rows_of_one(rows: Sequence[SampleRow]) -> pa.RecordBatch:
-    """Return the rows of one record batch, in order; the rest of it is not copied."""
+    """Return the rows of one record batch, in order, without copying the rest of it."""
     batch, wanted = rows[0].batch, [row.row for row in rows]
     return batch if wanted == list(range(batch.num_rows)) else batch.take(pa.array(wanted))
 
 
+@dataclass(frozen=True, eq=False)
+class SampleGroup:
+    """Finished responses to one prompt. `index`: order of admission, from 0 over the whole run."""
+
+    index: int
+    prompt: Prompt
+    samples: tuple[SampleRow, ...]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainBatch:
-    """The samples that one optimizer step consumes. `samples`: by NUMERIC or SCHEMA, the samples of
-    a group one after another; `group` is a group's place in the batch. `version`: the weights that
-    will be trained. Raises ValueError for a token of a newer version."""
+    """The samples that one optimizer step consumes. `samples`: by NUMERIC or SCHEMA, with the
+    samples of a group together; `group` is the position of a group in the batch. `version`: the
+    weights that will be trained. Raises ValueError for a token of a newer version."""
 
     version: int
     samples: pa.RecordBatch
@@ -258,8 +268,8 @@ class TrainBatch:
 
     @classmethod
     def of(cls, version: int, groups: Iterable[Sequence[Sample]]) -> TrainBatch:
-        """Given samples, group by group."""
-        # Groups are numbered by their place in the batch from here on.
+        """Return the batch of the samples of `groups`, group by group."""
+        # From here on, groups are numbered by their position in the batch.
         numbered = [(sample, place) for place, group in enumerate(groups) for sample in group]
         return cls(
             version=version,

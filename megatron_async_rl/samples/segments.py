@@ -1,27 +1,27 @@
-"""The sample log on disk, `RUN/samples/`, and how to read it.
+"""The sample log on disk, `RUN/samples/`, and its readers.
 
     samples-000007.segment     finished samples, one row each (columns.LOGGED; SCHEMA with experts)
     outcomes-000007.segment    outcomes of groups and of samples (OUTCOMES)
     samples-000008.open, outcomes-000008.open    the newest two, while they are being written
 
 Invariants:
-- every file is made of checksummed frames (frames.py), each an Arrow IPC stream with one record
+- every file consists of checksummed frames (frames.py), each an Arrow IPC stream with one record
   batch. A reader raises SegmentBroken for any damage; only the newest segment, while it is `.open`,
-  may have a torn tail, behind the batches that the log's mark counts (log_mark.py);
-- a segment has both files, with or without rows. A missing one is damage, except that of the
-  samples of the oldest segment (`_next_segment` deletes it first) and that which the writer has not
-  made yet;
-- a sample is one row, written when it finished, and is known by (id, finished_at): a run that
-  resumes requests again under ids it has used before;
-- a resumed run writes the row of a sample again where its checkpoint does not know the reward of
-  the sample's group: readers keep the newest row of a sample;
-- every group has a row when it is admitted (again at each resume that takes it up) and one when it
+  may have a torn tail, behind the batches that the log's mark counts (frames.py);
+- a segment has both files, with or without rows. A missing file is damage, with two exceptions: the
+  samples of the oldest segment (`_next_segment` deletes them first), and a file that the writer has
+  not made yet;
+- a sample is one row, written when it finished, and is identified by (id, finished_at): a run that
+  resumes requests again under ids that it used before;
+- a resumed run writes a sample's row again if its checkpoint does not contain the reward of the
+  sample's group: readers keep the newest row of a sample;
+- every group has a row when it is admitted (again at each resume that restores it) and one when it
   ends: consumed, or dropped with a reason. history.py proves it;
 - the row of an outcome is in the segment of its sample or in a later one, so segments can be
-  deleted oldest first, both files at once, and no sample that is kept loses its outcome;
-- `seq` numbers the outcomes of the whole run; a resume removes those from its checkpoint's position
-  on (flow/sample_log.py), so each outcome belongs to the one history that counts;
-- nothing else removes an outcome from a segment, so a gap in `seq` is rows that were lost.
+  deleted oldest first, both files together, and no sample that remains loses its outcome;
+- `seq` numbers the outcomes of the whole run; a resume removes those after its checkpoint's
+  position (flow/sample_log.py), so each outcome belongs to the one history that counts;
+- nothing else removes an outcome from a segment, so a gap in `seq` means that rows were lost.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ from megatron_async_rl.samples.columns import LOGGED, ROUTED, SCHEMA, samples_of
 from megatron_async_rl.samples.frames import (
     CLOSED,
     OPEN,
+    LogMark,
     SegmentBroken,
     count_frames,
     read_frames,
+    read_mark,
 )
-from megatron_async_rl.samples.log_mark import LogMark, read_mark
 from megatron_async_rl.samples.types import Sample
 
 FOLDER = "samples"
@@ -69,26 +70,26 @@ OUTCOMES = pa.schema(
         pa.field("reason", pa.string()),
     ]
 )
-"""Outcomes of groups and samples. A row without `id` is of the whole group: `admitted`, `consumed`
-or `dropped`. The others are of one sample: `trained`, `dropped` or `evaluated`. `step`: of
-`consumed` and `trained`, the optimizer step (its line in metrics.jsonl); of `admitted` and
-`dropped`, the step that was next; of `evaluated`, the weight version. `reason`: of `dropped`.
-`repeated`, without `id`: was an `evaluated` row of an evaluation that ran again; it keeps its
+"""Outcomes of groups and samples. A row without `id` describes a whole group: `admitted`,
+`consumed` or `dropped`. The others describe one sample: `trained`, `dropped` or `evaluated`.
+`step`: for `consumed` and `trained`, the optimizer step (its line in metrics.jsonl); for `admitted`
+and `dropped`, the step that was next; for `evaluated`, the weight version. `reason`: for `dropped`.
+`repeated`, without `id`: a former `evaluated` row of an evaluation that was repeated; it keeps its
 `seq`."""
 
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 KEY = ["id", "finished_at"]
-"""Columns that a sample is known by."""
+"""Columns that identify a sample."""
 
 SampleState = Literal["trained", "dropped", "evaluated", "waiting", "repeated", "lost"]
 """`waiting`: finished, and its group is still in the buffer (or, with replay, in the store).
-`repeated`: a crash came first, and the resumed run has sampled it again. `lost`: a crash came
-first, and the run that resumed has not admitted its group."""
+`repeated`: after a crash, the resumed run has sampled it again. `lost`: after a crash, the resumed
+run has not admitted its group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A sample in the log, without its text and tokens: `load` has those."""
+    """A sample in the log, without its text and tokens, which `load` reads."""
 
     segment: int
     batch: int
@@ -96,13 +97,13 @@ class Entry:
     id: str
     finished_at: float
     group: int
-    """Negative: of held-out evaluation."""
+    """Negative for held-out evaluation."""
     reward: float
     valid: bool
     state: SampleState
     steps: tuple[int, ...]
-    """Optimizer steps that trained on it, in order (several with replay); of `dropped` the step
-    that was next, of `evaluated` the version."""
+    """Optimizer steps that trained on it, in order (several with replay); for `dropped` the step
+    that was next, for `evaluated` the version."""
     reason: str | None
 
 
@@ -118,7 +119,7 @@ def segments_in(folder: Path) -> list[int]:
     # First: an old log has none of the files below.
     require_checksums(folder)
     numbers = numbers_in(folder)
-    # Here, since every reader begins here, and many read only the newest segments.
+    # Checked here, since every reader begins here, and many read only the newest segments.
     for number in numbers:
         present_file(folder, "samples", number)
         present_file(folder, "outcomes", number)
@@ -144,8 +145,8 @@ def numbers_in(folder: Path) -> list[int]:
 
 
 def lost_end(run_dir: Path, mark: LogMark | None = None) -> str | None:
-    """Return a text on what the log lacks up to `mark` (default: its own); None if nothing is lost.
-    Reads headers alone. Raises SegmentBroken."""
+    """Return a text about the part of the log up to `mark` (default: its own) that is missing; None
+    if nothing is missing. Reads headers alone. Raises SegmentBroken."""
     mark, folder = mark or read_mark(run_dir), run_dir / FOLDER
     if mark is None:
         return None
@@ -169,22 +170,22 @@ def require_checksums(folder: Path) -> None:
 
 def file_of(folder: Path, table: TableName, segment: int) -> Path | None:
     """Return the file of a segment under its present name; None if it is gone."""
-    # Between two looks an open file may have been closed.
+    # An open file may be closed between two checks.
     for ending in (CLOSED, OPEN, CLOSED):
         path = path_of(folder, table, segment, ending)
-        # The name may change between two looks, but never back to `.open`.
+        # The name may change between two checks, but never back to `.open`.
         if path.exists():
             return path
     return None
 
 
 def present_file(folder: Path, table: TableName, segment: int) -> Path | None:
-    """Return the file of a segment, or None where the writer deleted the segment or has not made
-    the file yet. Raises SegmentBroken if one of the two files is missing."""
+    """Return the file of a segment, or None if the writer deleted the segment or has not made the
+    file yet. Raises SegmentBroken if one of the two files is missing."""
     path = file_of(folder, table, segment)
     if path is not None:
         return path
-    # The oldest segment is deleted samples first, so its outcomes never miss alone.
+    # The samples of the oldest segment are deleted first, so its outcomes never miss alone.
     numbers = numbers_in(folder)
     if segment not in numbers or (table == "samples" and segment == numbers[0]):
         return None
@@ -192,7 +193,7 @@ def present_file(folder: Path, table: TableName, segment: int) -> Path | None:
     # Both files are made before one of them is written.
     if other is None or is_new(other):
         return None
-    # The writer makes both files before it writes to one of them: the missing one may be there now.
+    # The writer makes both files before it writes to one of them: the missing one may exist now.
     path = file_of(folder, table, segment)
     if path is None:
         raise SegmentBroken(
@@ -205,14 +206,14 @@ def present_file(folder: Path, table: TableName, segment: int) -> Path | None:
 
 
 def is_new(path: Path) -> bool:
-    """Return True if nothing was written to the file yet."""
+    """Return True if nothing has been written to the file yet."""
     return path.suffix == OPEN and path.exists() and path.stat().st_size == 0
 
 
 def gaps_in(seqs: Sequence[np.ndarray], *, first: int | None, end: int = 0) -> str:
-    """Return the numbers that `seqs` lacks, as text; empty if none. `first`: the lowest number that
-    must be there, if known; `end`: the one after the highest that must be."""
-    # The empty array gives the type where there are no outcomes.
+    """Return the numbers that `seqs` lacks, as text; empty if none. `first`: the lowest required
+    number, if known; `end`: one more than the highest required number."""
+    # The empty array gives the dtype if there are no outcomes.
     numbers = np.unique(np.concatenate([np.array([], np.int64), *seqs]))
     before = [] if first is None else [first - 1]
     after = [end] if end > max(numbers, default=-1) else []
@@ -233,16 +234,16 @@ def read_batches(
     *,
     wanted: Collection[int] | None = None,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield (number, record batch) of a segment's file, with all columns or some, of all batches or
-    the wanted ones; nothing if the segment is gone. Raises SegmentBroken."""
-    # Again after a rename; a second one cannot follow.
+    """Yield (number, record batch) of a segment's file, with all or some columns, of all batches or
+    the wanted ones; nothing if the segment was deleted. Raises SegmentBroken."""
+    # Try again after a rename; a second one cannot follow.
     for _ in range(2):
         path = present_file(folder, table, segment)
         if path is None:
             return
         torn, minimum = path.suffix == OPEN and segment == numbers_in(folder)[-1], 0
         if torn and (mark := read_mark(folder.parent)) is not None and mark.segment == segment:
-            # A closed file has lost its end mark, and was renamed.
+            # If the mark counts it as closed, it was renamed and lost its end mark: damage.
             torn, minimum = not mark.closed, mark.batches(table)
         try:
             for number, payload in read_frames(path, torn=torn, wanted=wanted, minimum=minimum):
@@ -280,8 +281,8 @@ def _batch(
 
 
 class Outcomes:
-    """Ends of samples and groups; `add` takes rows of OUTCOMES. `whole`: the log's oldest
-    segment is still there."""
+    """Ends of samples and groups; `add` accepts rows of OUTCOMES. `whole`: the log's oldest segment
+    still exists."""
 
     def __init__(self, *, whole: bool) -> None:
         self._whole = whole
@@ -302,15 +303,15 @@ class Outcomes:
     def of(
         self, key: tuple[str, float], group: int, *, again: bool
     ) -> tuple[SampleState, tuple[int, ...], str | None]:
-        """Return state, steps and reason of a sample. `again`: a newer row has its id."""
+        """Return state, steps and reason of a sample. `again`: a newer row has the same id."""
         own = self._of_samples.get(key)
         if own:
             return resolve(own)
-        # A newer row has this id, so this one was sampled again.
+        # A newer row has this id, so this sample was sampled again.
         if again:
             return "repeated", (), None
         if group in self._dropped:
-            # Its own row went with the history that the resumed run does not know.
+            # The resumed run removed the sample's own row with the history after its checkpoint.
             step, reason = self._dropped[group]
             return "dropped", (step,), reason
         return ("waiting" if self.admits(group) else "lost"), (), None
@@ -323,7 +324,7 @@ class Outcomes:
 
 
 class _OutcomeHistory(Outcomes):
-    """Outcomes, read from the newest segment back, as far as necessary."""
+    """Outcomes, read from the newest segment backwards, as far as necessary."""
 
     def __init__(self, folder: Path, segments: Sequence[int]) -> None:
         super().__init__(whole=not segments or segments[0] == 0)
@@ -345,19 +346,19 @@ class _OutcomeHistory(Outcomes):
 
 
 def read_entries(run_dir: Path) -> Iterator[Entry]:
-    """Yield every sample in the log, newest first. Each segment is read when its turn comes, so the
-    newest few cost little."""
+    """Yield every sample in the log, newest first. A segment is read when the iteration reaches it,
+    so the newest few samples cost little."""
     folder = run_dir / FOLDER
     segments = segments_in(folder)
     history = _OutcomeHistory(folder, segments)
     newer: dict[str, set[float]] = {}
-    """When the samples of each id that were read so far finished."""
+    """Finishing times of the samples of each id that were read so far."""
 
     for segment in reversed(segments):
-        # Outcomes first: what a running run adds in between is then read as `waiting`.
+        # Outcomes first: rows that a running run adds in between are then read as `waiting`.
         history.read_back_to(segment)
         light = ("id", "group", "reward", "valid", "finished_at")
-        # Without texts and tokens, which `load` reads for the chosen few.
+        # Without texts and tokens, which `load` reads for the selected samples.
         batches = dict(read_batches(folder, "samples", segment, light))
         for number in reversed(batches):
             for row, one in reversed(list(enumerate(batches[number].to_pylist()))):
@@ -379,7 +380,7 @@ def read_entries(run_dir: Path) -> Iterator[Entry]:
 
 
 def load(run_dir: Path, entries: Sequence[Entry]) -> list[tuple[Entry, Sample]]:
-    """Return `entries` with their samples, without those whose segment was deleted meanwhile."""
+    """Return `entries` with their samples, without entries whose segment was deleted meanwhile."""
     folder = run_dir / FOLDER
     wanted: dict[int, dict[int, list[Entry]]] = {}
     for entry in entries:
@@ -418,8 +419,8 @@ def read_table(run_dir: Path, table: TableName) -> pa.Table:
 
 
 def newest_rows(table: pa.Table) -> pa.Table:
-    """Return the last row of each sample, in order, of rows in the order in which they were
-    written."""
+    """Return the last row of each sample, in order, of a table whose rows have the order in which
+    they were written."""
     places = pa.array(np.arange(table.num_rows))
     keys = table.select(KEY).append_column("place", places)
     last = keys.group_by(KEY).aggregate([("place", "max")])["place_max"]
@@ -436,7 +437,7 @@ def resolve(
     """Return state, steps and reason of a sample from its own rows of the other table."""
     if not outcomes:
         return "waiting", (), None
-    # By `seq`, the first field.
+    # By `seq`, the first field of the tuples.
     in_order = sorted(outcomes)
     _, last, step, reason = in_order[-1]
     if last != "trained":

@@ -1,18 +1,18 @@
-"""The types that flow: prompts become requests, requests become samples.
+"""Types of the data that flows: prompts become requests, requests become samples.
 
 Invariants, checked on construction:
 - every response token has exactly one behaviour log-prob, one weight version and one mask value,
   and so has every token of a partial response;
-- step rewards, where there are any, are one per response token and sum to the reward;
-- a response is one segment, or several: each further one begins with a context of its own, which is
-  not trained on, and sees nothing of the tokens before it;
+- step rewards, if there are any, are one per response token and sum to the reward;
+- a response has one or several segments: each further one begins with a context of its own, which
+  is not trained on, and does not attend to the tokens before it;
 - weight versions never decrease along a segment (engines only move forward);
 - a request is one response; its id, `<group>-<k>`, is the id of the sample that answers it.
 
-Routed experts, where an engine records them, are the experts that it chose for every token it read:
-of prompt and response without the last token of each segment, which no layer has seen. One row for
-each token, as bytes: [layers, experts per token] numbers of experts, uint8, or uint16 in a model of
-more than 256.
+Routed experts, if an engine records them, are the experts that it chose for every token of prompt
+and response, without the last token of each segment, which no layer reads. One row for each token,
+as bytes: [layers, experts per token] numbers of experts, uint8, or uint16 in a model of more than
+256.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_response(
     segment_starts: NDArray[np.int32] | None = None,
 ) -> None:
     """Raise ValueError for a response that breaks an invariant. `per_token`: `versions` and the
-    other arrays that have an entry per response token."""
+    other arrays with one entry per response token."""
     length = len(response_ids)
     if length == 0:
         raise ValueError(f"sample {name!r} has an empty response")
@@ -67,7 +67,7 @@ def check_response(
             raise ValueError(
                 f"sample {name!r}: {key} has {len(values)} entries for {length} response tokens"
             )
-    # No starts means one segment.
+    # No starts mean one segment.
     starts = np.zeros(0, dtype=np.int32) if segment_starts is None else segment_starts
     if segment_starts is not None and (
         not len(starts)
@@ -88,7 +88,7 @@ def check_response(
             f"sample {name!r}: weight versions decrease along the response: {versions.tolist()}"
         )
     rows = prompt_length + length - 1 - len(starts)
-    # The last token of a segment passes through no layer.
+    # No layer reads the last token of a segment.
     if routed_experts is not None and (not routed_experts or len(routed_experts) % rows):
         raise ValueError(
             f"sample {name!r}: {len(routed_experts)} bytes of routed experts are not one row for"
@@ -101,7 +101,7 @@ def check_response(
             f"sample {name!r}: step_rewards has {len(step_rewards)} entries for {length} response"
             " tokens"
         )
-    # float64: many float32 rewards add up to more than the tolerance.
+    # float64: the sum of many float32 rewards would exceed the tolerance.
     total = float(np.sum(step_rewards, dtype=np.float64))
     if reward_error is None and not np.isclose(total, reward, rtol=1e-5, atol=1e-5):
         raise ValueError(
@@ -163,9 +163,8 @@ class Sample:
 
     @property
     def valid(self) -> bool:
-        """False when the reward failed: such a sample is logged and counted but takes no part in
-        training."""
-        # The error is the fact; `valid` never contradicts it.
+        """False if the reward failed: such a sample is logged and counted but does not train."""
+        # Derived from the error, so that the two never contradict each other.
         return self.reward_error is None
 
     @property
@@ -189,8 +188,8 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartialResponse:
-    """The tokens of a response that was aborted: response_ids int32, behavior_logprobs float32
-    (nats, as sampled), versions int32. routed_experts: of prompt and response, as a sample's."""
+    """The tokens of an aborted response: response_ids int32, behavior_logprobs float32 (nats, as
+    sampled), versions int32. routed_experts: of prompt and response, as in a sample."""
 
     response_ids: NDArray[np.int32]
     behavior_logprobs: NDArray[np.float32]
@@ -221,19 +220,19 @@ class Request:
     prefix: PartialResponse | None = None
     """The response continues after these tokens, which keep their log-probs and versions."""
     sampling: str | None = None
-    """Name of the held-out set that defines its sampling; null: training's."""
+    """Name of the held-out set that defines the sampling; null: training's."""
     id: str = field(init=False)
-    """Made once: the owner of the request holds the same string."""
+    """Made once, because the request's owner uses the same string."""
 
     def __post_init__(self) -> None:
-        # Past the lock of a frozen dataclass.
+        # object.__setattr__ works on a frozen dataclass.
         object.__setattr__(self, "id", f"{self.group}-{self.k}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Aborted:
-    """Answer to an abort: the tokens sampled for the request so far, including those it began with;
-    null before the first token."""
+    """Answer to an abort: the tokens sampled for the request so far, including its prefix; null
+    before the first token."""
 
     id: str
     partial: PartialResponse | None

@@ -1,1 +1,1 @@
-"""Named waits, deadlines, heartbeats, stall reports."""
+"""Watchdog of a run: named waits, deadlines, heartbeats, stall reports."""

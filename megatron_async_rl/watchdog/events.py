@@ -1,17 +1,17 @@
-"""Events and failures of a run, handed over in files.
+"""Events and failures of a run, passed on in files.
 
-`RUN/events.jsonl`: what happened to the run that a user should know although it continued, such as
-a restarted engine. `RUN/watch/<process>.failure`: what ended a process, one JSON object of fields.
+`RUN/events.jsonl`: events that a user should know although the run continued, such as a restarted
+engine. `RUN/watch/<process>.failure`: the error that ended a process, as one JSON object.
 
-Our own errors are identified by their class, and their text is never parsed: `consequence` is true
-for an error that only reports another process's end, `timed_out` for a wait that was over, and
-`fix` is the advice. Text is read of foreign errors alone (torch, Ray, vLLM), which have no such
-fields.
+This package's own errors are identified by their class, and their text is never parsed:
+`consequence` is true for an error that only reports another process's end, `timed_out` for a wait
+that exceeded its deadline, and `fix` is the advice. Only errors of other packages (torch, Ray,
+vLLM), which have no such fields, are identified by their text.
 
 Invariants:
 - an event is one JSON object per line, `time` (Unix seconds) and `text`; lines are only appended;
-- the failure of a run is the earliest of the gravest kind: a cause, else a wait that was over, else
-  a consequence.
+- the failure of a run is the earliest of the most serious kind: a cause, else an exceeded deadline,
+  else a consequence.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from errno import ENOMEM
 from pathlib import Path
 
 from megatron_async_rl.config.durable import reading
-from megatron_async_rl.watchdog.deadline import DeadlineExceeded, this_process
 from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY, judge
 from megatron_async_rl.watchdog.progress_monitor import FOLDER, write_whole
+from megatron_async_rl.watchdog.watch import DeadlineExceeded, this_process
 
 FILE = "events.jsonl"
 OURS = "megatron_async_rl."
@@ -63,23 +63,22 @@ class Event:
 
 
 def note(run_dir: Path, text: str) -> None:
-    """Add a line, which the launcher shows. A single write, so that lines of several processes do
-    not mix."""
+    """Append a line, which the launcher shows."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / FILE, "a", encoding="utf-8") as file:
-        # One write in append mode: the kernel does not mix lines of several processes.
+        # One write in append mode, so that the kernel does not mix lines of several processes.
         file.write(json.dumps({"time": round(time.time(), 3), "text": text}) + "\n")
 
 
 def read_events(run_dir: Path, newest: int | None = None) -> list[Event]:
-    """Return every complete line in order, without lines that a crash left half written. `newest`:
+    """Return all complete lines in order, without lines that a crash left incomplete. `newest`:
     limit to this many bytes at the end. Raises UserError for a file that cannot be read."""
     path = run_dir / FILE
     try:
         with reading(path), open(path, "rb") as file:
             if newest is not None and path.stat().st_size > newest:
                 file.seek(-newest, os.SEEK_END)
-                # The first line may be cut.
+                # The first line may be incomplete.
                 file.readline()
             return _parse(file.read())
     except FileNotFoundError:
@@ -87,15 +86,15 @@ def read_events(run_dir: Path, newest: int | None = None) -> list[Event]:
 
 
 class EventReader:
-    """Read the events that are added after its creation."""
+    """Reader of the events that are added after its creation."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
-        # Events of earlier starts were shown then.
+        # Earlier starts have shown their events.
         self._position = self._path.stat().st_size if self._path.exists() else 0
 
     def new(self) -> list[str]:
-        """Texts of the complete lines since the last call."""
+        """Return the texts of the complete lines since the last call."""
         if not self._path.exists():
             return []
         with open(self._path, "rb") as file:
@@ -123,16 +122,16 @@ class Failure:
     what: str
     """`Type: message`."""
     where: str
-    """The file with the rest."""
+    """File with the details."""
     fix: str = ""
     kind: int
-    """PRIMARY: a cause; DEADLINE: a wait that was over; SECONDARY: a consequence."""
+    """PRIMARY: a cause; DEADLINE: an exceeded deadline; SECONDARY: a consequence."""
     time: float
     """Unix seconds."""
 
 
 def failure_of(error: BaseException, where: Path) -> Failure:
-    """The fields of `error`, which ends this process."""
+    """Return the fields of `error`, which ends this process."""
     return Failure(
         process=this_process(),
         what=described(error),
@@ -144,15 +143,15 @@ def failure_of(error: BaseException, where: Path) -> Failure:
 
 
 def described(error: BaseException) -> str:
-    """`Type: message`, and where it was; of a process that a signal ended, its name and the
-    signal."""
+    """Return `Type: message`, and where it happened. For a process that a signal ended, return its
+    name and the signal."""
     if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # as Ray handles it
         return f"{this_process()} (pid {os.getpid()}) was ended by SIGTERM"
     return f"{type(error).__name__}: {with_notes(error)}"
 
 
 def with_notes(error: BaseException) -> str:
-    """The message, and after its first line the notes that were added on the error's way."""
+    """Return the message, with the notes that were added to the error after its first line."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     first, newline, rest = str(error).partition("\n")
     return f"{first}{notes}{newline}{rest}"
@@ -163,38 +162,39 @@ def record_failure(run_dir: Path, failure: Failure) -> None:
     path = run_dir / FOLDER / f"{failure.process.replace('/', '_')}.failure"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The launcher may read at any moment.
+        # Written whole, because the launcher may read at any moment.
         write_whole(path, json.dumps(asdict(failure)))
     except OSError:
         return
 
 
 def first_failure(run_dir: Path) -> Failure | None:
-    """The failure of the run; None when no process handed one over."""
+    """Return the failure of the run; None if no process recorded one."""
     failures = []
     for path in sorted((run_dir / FOLDER).glob("*.failure")):
         try:
             failures.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError):
             continue
-    # Kinds are ordered by gravity: a cause beats its consequences, whenever they came.
+    # Kinds are ordered by seriousness: a cause precedes its consequences, whatever their times.
     return min(failures, key=lambda failure: (failure.kind, failure.time), default=None)
 
 
 def timed_out(error: BaseException) -> bool:
-    """True if `error` or its cause is an expired wait."""
+    """Return True if `error` or its cause is an exceeded deadline."""
     return any(
         isinstance(one, TimeoutError)
         or bool(getattr(one, "timed_out", False))
-        # Only foreign errors are judged by their text.
+        # Only errors of other packages are judged by their text.
         or (not _is_ours(one) and _FOREIGN_TIMEOUT.search(f"{type(one).__name__}: {one}"))
         for one in _chain(error)
     )
 
 
 def out_of_memory(error: BaseException) -> MemoryKind | None:
-    """The kind of memory that ran out, if `error` or its cause reports that: a device's by torch's
-    own error or by what vLLM or CUDA report, a host's by Python's, torch's or Ray's."""
+    """Return the kind of memory that ran out, if `error` or its cause reports this: a device's,
+    from torch's own error or from a text of vLLM or CUDA; a host's, from Python's, torch's or
+    Ray's."""
     return next(filter(None, map(_memory_out, _chain(error))), None)
 
 
@@ -202,10 +202,10 @@ def _memory_out(error: BaseException) -> MemoryKind | None:
     known: MemoryKind | None = getattr(error, "out_of_memory", None)
     if known is not None or _is_ours(error):
         return known
-    # Ray has an OutOfMemoryError, too, of the host.
+    # Ray also has an OutOfMemoryError, for host memory.
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == ENOMEM):
         return "host"
-    # By name: importing torch or Ray here would cost every process seconds.
+    # By name, because importing torch or Ray here would cost every process seconds.
     if type(error).__name__ == "OutOfMemoryError":
         return "host" if type(error).__module__.startswith("ray.") else "device"
     # torch and vLLM raise these for CUDA's errors.
@@ -217,7 +217,7 @@ def _memory_out(error: BaseException) -> MemoryKind | None:
 
 
 def _kind(error: BaseException) -> int:
-    # A closed connection is what the end of another process looks like.
+    # The end of another process appears as a closed connection.
     if getattr(error, "consequence", False) or isinstance(error, _CONSEQUENCES):
         return SECONDARY
     if isinstance(error, DeadlineExceeded):

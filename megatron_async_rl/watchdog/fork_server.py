@@ -2,11 +2,11 @@
 
     python -m megatron_async_rl.watchdog.fork_server LISTENER ALIVE MODULE
 
-LISTENER and ALIVE are descriptors: a socket for requests, and a pipe, whose other end keeps the
+LISTENER and ALIVE are descriptors: a socket for requests, and a pipe whose other end keeps the
 server alive.
 
-Invariant: the server has one thread and no CUDA context, so a fork of it is as good as a new
-process.
+Invariant: the server has one thread and no CUDA context, so its forks are equivalent to new
+processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_async_rl.watchdog.preloaded import MOST_DESCRIPTORS, PARENT
 
 _REQUEST_TIMEOUT_S = 30.0
 _SEARCHED = ("PYTHONPATH", "LD_LIBRARY_PATH")
-"""Variables that hold search paths of imports."""
+"""Variables that contain search paths of imports."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -48,7 +48,7 @@ class Server:
         self._alive = alive
         self._environment = environment
         self._running: dict[int, socket.socket] = {}
-        """Connection of the requester of each process."""
+        """Connection to the requester of each process."""
         self._requesters: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -56,7 +56,7 @@ class Server:
             self._selector.register(file, selectors.EVENT_READ)
 
     def serve(self) -> list[str] | None:
-        """Return twice: in every new process its arguments, and in the server, at its end, None."""
+        """Return in every new process its arguments, and in the server, at its end, None."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake)
         while True:
@@ -72,8 +72,8 @@ class Server:
                     return arguments
 
     def _end(self, pid: int) -> None:
-        """Kill a process whose requester has closed the connection: it sends nothing after its
-        request."""
+        """Kill a process whose requester has closed the connection; a requester sends nothing after
+        its request."""
         if pid in self._running:  # not reported since the selection
             self._selector.unregister(self._running[pid])
             os.kill(pid, signal.SIGKILL)
@@ -87,14 +87,14 @@ class Server:
             if connection is None:  # a process that an import started
                 continue
             del self._requesters[pid]
-            with contextlib.suppress(KeyError):  # its requester is gone
+            with contextlib.suppress(KeyError):  # its requester has ended
                 self._selector.unregister(connection)
             with contextlib.suppress(OSError):
                 connection.sendall(struct.pack("i", os.waitstatus_to_exitcode(status)))
             connection.close()
 
     def _accept(self) -> list[str] | None:
-        """Take the next request; returns its arguments in the new process."""
+        """Accept the next request; return its arguments in the new process."""
         connection, _ = self._listener.accept()
         connection.settimeout(_REQUEST_TIMEOUT_S)
         received: list[int] = []
@@ -111,7 +111,7 @@ class Server:
                     return arguments
                 received = []
         except (OSError, ValueError, struct.error):
-            pass  # a requester that is gone, or none of this package's
+            pass  # the requester has ended, or is not of this package
         if connection not in self._running.values():
             connection.close()
         for number in received:
@@ -123,7 +123,7 @@ class Server:
         return found | self._started_by(found) if found else found
 
     def _searches_alike(self, environment: Mapping[str, str]) -> bool:
-        # The environment of a requester that is a fork has the values that the imports set.
+        # The environment of a requester that is itself a fork has the values set by the imports.
         return all(
             environment.get(name) in (self._environment.get(name), os.environ.get(name))
             for name in _SEARCHED
@@ -132,7 +132,7 @@ class Server:
     def _fork(
         self, connection: socket.socket, request: Mapping[str, Any], received: Sequence[int]
     ) -> list[str] | None:
-        """Fork for `request`; returns its arguments in the new process, and None in the server."""
+        """Fork for `request`; return its arguments in the new process, and None in the server."""
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         requester, server = struct.unpack("3i", credentials)[0], os.getpid()
         pid = os.fork()
@@ -141,7 +141,7 @@ class Server:
             self._selector.register(connection, selectors.EVENT_READ, pid)
             for number in received:
                 os.close(number)
-            with contextlib.suppress(OSError):  # gone already, which is the next event
+            with contextlib.suppress(OSError):  # the requester has ended: the next event
                 connection.sendall(struct.pack("i", pid))
             return None
 
@@ -176,14 +176,14 @@ class Server:
 def _take_over(
     request: Mapping[str, Any], received: Sequence[int], made: Mapping[str, str], requester: int
 ) -> None:
-    """Give this new process the requester's environment, folder and descriptors. `made`: variables
-    that the imports set."""
+    """Set up this new process with the requester's environment, folder and descriptors. `made`:
+    variables that the imports set."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if request["new_session"]:
         os.setsid()
-    else:  # a signal to its group must not reach the server
+    else:  # a signal to the requester's group must not reach the server
         os.setpgid(0, 0)
-    # Received numbers may be requested ones: duplicate all of them above the range first.
+    # Received numbers may equal requested ones, so duplicate all of them above the range first.
     free = 1 + max([*received, *request["descriptors"]], default=0)
     above = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, free) for number in received]
     for number in received:
@@ -195,15 +195,15 @@ def _take_over(
     os.environ.clear()
     os.environ.update({**made, **request["environment"]})
     if os.environ.get(PARENT) == str(requester):
-        # The server ends this process with its requester. Its children end with it.
+        # The server ends this process with its requester, and the children end with this process.
         os.environ[PARENT] = str(os.getpid())
     if (numpy := sys.modules.get("numpy")) is not None:
-        # Python reseeds its own generator.
+        # Python reseeds its own generator, but not NumPy's.
         numpy.random.seed()
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run what `python ARGUMENTS` runs."""
+    """Run the program that `python ARGUMENTS` would run."""
     left = list(arguments)
     while left and left[0].startswith("-") and left[0] not in ("-c", "-m"):
         option = left.pop(0)
@@ -219,7 +219,7 @@ def run(arguments: Sequence[str]) -> None:
     main = types.ModuleType("__main__")
     if kind == "-m":
         sys.path[0] = os.getcwd()
-        sys.modules.pop(what, None)  # imported before, and to be run as a program
+        sys.modules.pop(what, None)  # imported before, but must run as a program
         runpy.run_module(what, run_name="__main__", alter_sys=True)
         return
     if kind == "-c":
@@ -236,16 +236,16 @@ def run(arguments: Sequence[str]) -> None:
 def main(listener: int, alive: int, module: str) -> None:
     environment = dict(os.environ)
     importlib.import_module(module)
-    # pyarrow's allocator has a thread, which it stops for a fork.
+    # The warning does not apply: pyarrow's allocator has a thread, which it stops for a fork.
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
     gc.collect()
-    # The collector would touch, and so copy, memory that the server shares with its forks.
+    # The collector would write to, and so copy, memory that the server shares with its forks.
     gc.freeze()
     sys.stdout.flush()
     sys.stderr.flush()
     arguments = Server(socket.socket(fileno=listener), alive, environment).serve()
     if arguments is None:
-        # Without the exit handlers of the imports, which are meant for the forks.
+        # Skip the exit handlers of the imports, which are meant for the forks.
         os._exit(0)
     run(arguments)
 

@@ -1,5 +1,5 @@
-"""Host memory of this machine: how much is free, which processes hold it, and whether the kernel
-ended a process to get some back.
+"""Host memory of this machine: free memory, the processes that use most, and processes that the
+kernel ended to reclaim memory.
 
 Reads /proc and the cgroup of this process (version 1 or 2), so that a container's limit counts.
 """
@@ -20,13 +20,13 @@ import psutil
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 
 MemoryKind = Literal["host", "device"]
-"""The memory that ran out: that of a machine, or that of a GPU."""
+"""The kind of memory that ran out: a machine's, or a GPU's."""
 
 GIB = 2**30
 SHOWN = 5
 COMMAND_SHOWN = 60
 RECENT_S = 60.0
-"""Age up to which the kernel's kill of a process explains a death that is noticed now."""
+"""Largest age at which the kernel's kill of a process explains a death noticed now."""
 LOOK_S = 1.0
 """Shortest time between two regular reads of the kernel's count."""
 RAY_THRESHOLD = 0.95
@@ -38,7 +38,7 @@ _LOGGED = re.compile(
 )
 # PROC_PID_INIT_INO of the kernel's sources.
 _INITIAL_PIDS = 0xEFFFFFFC
-"""The kernel's number of the machine's own namespace of process ids."""
+"""The kernel's number of the machine's own process id namespace."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
@@ -51,26 +51,26 @@ def total_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """Bytes that new processes can take while the others keep theirs."""
+    """Bytes that new processes can allocate while the others keep theirs."""
     free = int(psutil.virtual_memory().available)
     for folder in _folders():
         limit = _number(folder, "memory.max", "memory.limit_in_bytes")
         used = _number(folder, "memory.current", "memory.usage_in_bytes")
         if limit is None or used is None:
             continue
-        # The kernel reclaims file pages that were not read recently first. Version 1 counts those
+        # The kernel first reclaims file pages that were not read recently. Version 1 counts those
         # of inner groups only in `total_inactive_file`.
         counts = _parse(folder / "memory.stat")
         cached = counts.get("total_inactive_file", counts.get("inactive_file", 0))
-        # Every group's limit applies, so the tightest one decides.
+        # Every group's limit applies, so the smallest one decides.
         free = min(free, max(0, limit - used + cached))
     return free
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """Kills by the kernel because of a lack of host memory, shortly before a death. `certain`: they
-    explain it; otherwise the killed processes may have been others."""
+    """Kills by the kernel for lack of host memory, shortly before a death. `certain`: they explain
+    the death; otherwise they may concern other processes."""
 
     message: str
     certain: bool
@@ -87,8 +87,8 @@ class LoggedKill:
 
 @dataclass(frozen=True)
 class KillCount:
-    """Number of processes that the kernel has ended because of a lack of memory; only differences
-    have a meaning. `own`: in the cgroup of this process; otherwise on the machine or in a wider
+    """Number of processes that the kernel has ended for lack of memory; only differences are
+    meaningful. `own`: in the cgroup of this process; otherwise on the machine or in a wider
     cgroup."""
 
     kills: int
@@ -96,9 +96,9 @@ class KillCount:
 
 
 def kernel_kills() -> KillCount:
-    """The kernel's count for this container or, where it keeps none, for this machine."""
+    """Return the kernel's count for this container or, if there is none, for this machine."""
     for name in ("memory.events", "memory.oom_control"):
-        # The innermost group that counts decides whether the kill was of this container.
+        # The innermost group with a count decides whether the kill was in this container.
         for place, folder in enumerate(_folders()):
             counts = _parse(folder / name)
             if "oom_kill" in counts:
@@ -107,8 +107,8 @@ def kernel_kills() -> KillCount:
 
 
 def logged_kills() -> list[LoggedKill] | None:
-    """Kills in the kernel's log; None where it cannot be read, or has other process ids than this
-    process, as in a container."""
+    """Return the kills in the kernel's log; None if it cannot be read, or if it has other process
+    ids than this process, as in a container."""
     try:
         if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PIDS:
             return None
@@ -134,7 +134,7 @@ def logged_kills() -> list[LoggedKill] | None:
 
 
 def kills_in(text: str) -> list[LoggedKill]:
-    """Kills in records of /dev/kmsg."""
+    """Return the kills in records of /dev/kmsg."""
     return [
         LoggedKill(pid=int(pid), name=name, at=int(microseconds) / 1e6)
         for microseconds, pid, name in _LOGGED.findall(text)
@@ -142,12 +142,11 @@ def kills_in(text: str) -> list[LoggedKill]:
 
 
 class KernelKills:
-    """Recent kills by the kernel because of a lack of memory, which may explain the death of a
-    process.
+    """Recent kills by the kernel for lack of memory, which may explain the death of a process.
 
     Invariants:
     - a kill explains a death only within RECENT_S, and only with evidence: the kernel's log names
-      the process, or, where that log cannot be read, this process's own cgroup counts a kill. The
+      the process, or, if that log cannot be read, this process's own cgroup counts a kill. The
       count of the whole machine is not evidence: another program may have been killed;
     - a counted kill explains at most one death for which `used` is true.
 
@@ -170,17 +169,17 @@ class KernelKills:
         """Times of the last read without the kill and of the first one with it, oldest first."""
 
     def look(self) -> None:
-        """Read the count, at most once in LOOK_S seconds, so that old kills are known as old."""
+        """Read the count, at most once in LOOK_S seconds, so that the age of kills is known."""
         if self._now() - self._read >= LOOK_S:
             self._take_up()
 
     def explain(self, pids: Collection[int], *, used: bool) -> Shortage | None:
         """Return the recent kills that explain, or may explain, the death of a process, and the
-        state of memory now. `pids`: of the process and those that it needs, as far as known;
+        present state of memory. `pids`: the process and those that it needs, as far as known;
         `used`: a counted kill explains no further death."""
         self._take_up()
         now = self._now()
-        # Old kills go first, so that they cannot explain a later death.
+        # Old kills are removed first, so that they cannot explain a later death.
         while self._kills and now - self._kills[0][1] > RECENT_S:
             self._kills.popleft()
         logged = self._log()
@@ -210,10 +209,10 @@ class KernelKills:
 
 
 def _explained(recent: Sequence[LoggedKill], pids: Collection[int]) -> Shortage | None:
-    """The death of a process of `pids`, from the kernel's log."""
+    """Return the evidence for the death of a process of `pids` in the kernel's log."""
     own = [one for one in recent if one.pid in pids]
     if not own and (pids or not recent):
-        return None  # the log is complete: whatever was killed was another
+        return None  # the log is complete, so only other processes were killed
     named = ", ".join(f"pid {one.pid} ({one.name})" for one in own or recent)
     return _shortage(f"The kernel has ended {named} for lack of host memory", certain=bool(own))
 
@@ -224,21 +223,21 @@ def _shortage(message: str, *, certain: bool) -> Shortage:
 
 
 def look_for_kernel_kills() -> None:
-    """Read the kernel's count. A process that watches others calls this regularly: a kill while
-    they still answered does not explain a death much later."""
+    """Read the kernel's count. A process that watches others calls this regularly, so that a kill
+    while they still answered does not explain a much later death."""
     _kills.look()
 
 
 def kernel_shortage(pids: Collection[int] = (), *, used: bool = True) -> Shortage | None:
-    """Return the recent kills of processes by the kernel for lack of memory that explain, or may
-    explain, the death of the process `pids`; None if there are none. `used`: one of them
-    explains no further death."""
+    """Return the recent kills by the kernel for lack of memory that explain, or may explain, the
+    death of the process `pids`; None if there are none. `used`: one of them explains no further
+    death."""
     return _kills.explain(pids, used=used)
 
 
 def largest_processes(count: int = SHOWN) -> list[str]:
-    """The `count` processes of this machine with most resident memory, as a line each; those of
-    this run are marked."""
+    """Return one line for each of the `count` processes of this machine with most resident memory;
+    processes of this run are marked."""
     found: list[tuple[int, psutil.Process]] = []
     for process in psutil.process_iter():
         try:
@@ -271,15 +270,15 @@ def _run_of(process: psutil.Process) -> str | None:
 
 
 def state_text() -> str:
-    """Free and total memory and the largest processes, for a message."""
+    """Return a text with free and total memory and the largest processes, for a message."""
     free, total = free_bytes() / GIB, total_bytes() / GIB
     largest = "; ".join(largest_processes()) or "not known"
     return f"{free:.1f} of {total:.1f} GiB of host memory are free; largest processes: {largest}"
 
 
 def ended_by_ray(text: str) -> str:
-    """Return what Ray's memory monitor wrote as it ended a process (60 lines of it), in one line:
-    the node, its memory and the largest processes at that moment."""
+    """Summarise in one line the text (60 lines) that Ray's memory monitor wrote when it ended a
+    process: the node, its memory and the largest processes at that moment."""
     node = _RAY_NODE.search(text)
     users = [line.split("\t", 2) for line in text.splitlines() if _RAY_USER.match(line)]
     largest = "; ".join(f"pid {pid} {size} GB {command}" for pid, size, command in users[:SHOWN])
@@ -300,15 +299,15 @@ def _parse(file: Path) -> dict[str, int]:
 
 
 def _cgroup_values(second: str, first: str) -> list[int]:
-    """Numbers of a file of this process's cgroup and of those around it, by its names in cgroup
-    version 2 and 1, the innermost first; `max` is left out."""
+    """Return the numbers in a file of this process's cgroup and of those around it, innermost
+    first, without `max`. `second`, `first`: the file's names in cgroup versions 2 and 1."""
     numbers = (_number(folder, second, first) for folder in _folders())
     return [number for number in numbers if number is not None]
 
 
 def _number(folder: Path, second: str, first: str) -> int | None:
-    """Number in a file of one cgroup, by its names in version 2 and 1; None for `max`, or where
-    there is no such file."""
+    """Return the number in a file of one cgroup, by its names in versions 2 and 1; None for `max`,
+    or if there is no such file."""
     for name in (second, first):
         try:
             text = (folder / name).read_text(encoding="utf-8").strip()
@@ -320,13 +319,13 @@ def _number(folder: Path, second: str, first: str) -> int | None:
 
 
 def _folders() -> Iterator[Path]:
-    """Folders of this process's memory cgroup and those around it, innermost first. A container may
-    see its own as the root."""
+    """Yield the folders of this process's memory cgroup and those around it, innermost first. A
+    container may see its own cgroup as the root."""
     try:
         lines = _OWN_CGROUP.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    # Version 1 has a line per controller, version 2 a single one without.
+    # Version 1 has a line per controller, version 2 a single line without one.
     for line in lines:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):

@@ -1,11 +1,11 @@
 """A threaded server that a stranger cannot exhaust: a mix-in for `socketserver`.
 
 Invariants:
-- a connection that has not been admitted takes one of `slots` threads and descriptors; there are
-  never more, however many connect;
-- a new connection is worth more than an idle one: where all slots are taken, the oldest is cut;
-- a connection that is not admitted within `admission_s` is cut, however often it sends a byte;
-- an admitted connection takes no slot and has no such limit: it is one of the run's own.
+- a connection that has not been admitted uses one of `slots` threads and descriptors; there are
+  never more, however many clients connect;
+- a new connection has priority over an idle one: if all slots are in use, the oldest is closed;
+- a connection that is not admitted within `admission_s` is closed, however often it sends a byte;
+- an admitted connection uses no slot and has no such limit, because it belongs to the run.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import time
 from typing import Any
 
 CUT_S = 1.0
-"""Longest wait for the thread of a connection that was cut."""
+"""Longest wait for the thread of a connection that was closed."""
 
 
 class LimitedThreads(socketserver.ThreadingMixIn):
-    """Precedes a `socketserver.TCPServer` in the list of bases."""
+    """Mix-in that precedes a `socketserver.TCPServer` in the list of bases."""
 
     daemon_threads = True
     request_queue_size = 128
-    """Connections that the kernel holds until they are accepted. With socketserver's 5, a few
-    strangers at once make everybody else's connections wait for a retransmission."""
+    """Connections that the kernel queues until they are accepted. With socketserver's 5, a few
+    simultaneous strangers would make all other connections wait for a retransmission."""
     slots = 64
     admission_s = math.inf
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self._free = threading.Semaphore(self.slots)
         self._unadmitted: dict[socket.socket, float] = {}
-        """Time of the connection, oldest first."""
+        """Connections and their times, oldest first."""
         self._lock = threading.Lock()
         super().__init__(*arguments, **named)
 
     def admit(self, request: socket.socket) -> None:
-        """Free the slot of a connection that has proved to be the run's own."""
+        """Free the slot of a connection that has proved to belong to the run."""
         with self._lock:
             held = self._unadmitted.pop(request, None)
         if held is not None:
@@ -56,7 +56,7 @@ class LimitedThreads(socketserver.ThreadingMixIn):
             self._unadmitted[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread was started, so none frees the slot
+        except BaseException:  # no thread was started that could free the slot
             self.admit(request)
             raise
 
@@ -67,12 +67,12 @@ class LimitedThreads(socketserver.ThreadingMixIn):
             self.admit(request)
 
     def service_actions(self) -> None:
-        """Cut late connections; `serve_forever` calls this twice a second."""
+        """Close late connections; `serve_forever` calls this twice a second."""
         super().service_actions()  # type: ignore[misc]
         self._cut_before(time.monotonic() - self.admission_s)
 
     def _cut_before(self, moment: float, maximum: int | None = None) -> None:
-        """Cut connections made before `moment`, the oldest first; their threads then end."""
+        """Close connections made before `moment`, the oldest first; their threads then end."""
         with self._lock:
             late = [one for one, since in self._unadmitted.items() if since < moment][:maximum]
             for one in late:

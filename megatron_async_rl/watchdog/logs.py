@@ -1,13 +1,13 @@
 """Process output in files, and the cause of a failure found in them.
 
-How a cause is chosen:
-- a process may log exceptions that it survives; the error that ended it is its last;
-- when one process of a run dies the others fail too, of a connection that closed: such secondary
-  failures, and the launcher's summary of them, count only when nothing better is found;
-- among several candidates of the same kind, the file that fell silent first wins, and in it the
+Rules for choosing a cause:
+- a process may log exceptions that it survives; its last error is what ended it;
+- when one process of a run dies, the others fail, too, because a connection closed: such secondary
+  failures, and the launcher's summary of them, count only if there is no better candidate;
+- among several candidates of the same kind, the file that stopped growing first wins, and in it the
   earliest line.
 
-Invariant: of a file the last MOST_BYTES are read, and of a line the first MOST_CHARACTERS: a
+Invariant: only the last MOST_BYTES of a file and the first MOST_CHARACTERS of a line are read, so a
 process that runs for weeks, or writes a tensor into one line, does not cost its reader memory.
 """
 
@@ -25,11 +25,11 @@ _BLOCK = 64 * 1024
 MOST_BYTES = 8 * 2**20
 MOST_CHARACTERS = 2000
 
-# Ordered by gravity: `min` over kinds finds the cause.
+# Ordered by seriousness: `min` over kinds finds the cause.
 PRIMARY, KILLED, DEADLINE, SECONDARY = range(4)
 
-# What a process writes before each line of its own: colours, Ray's actor and pid, torchrun's rank,
-# vLLM's level and place.
+# Prefixes of a process's lines: colours, Ray's actor and pid, torchrun's rank, vLLM's level and
+# place.
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ORIGIN = re.compile(r"^((?:\[(?:rank|default)?\d+\]:|\([^()\n]*pid=\d+[^()\n]*\)) ?)*")
 _LEVEL = re.compile(r"^(?:ERROR|CRITICAL|WARNING|INFO) [\d-]+ [\d:.,]+ \[[^\]]+\] ?")
@@ -49,8 +49,7 @@ _SIGNALLED = re.compile(r"Signal \d+ \(SIG[A-Z]+\) received by PID")
 others, because torchrun sends it itself."""
 _RANK = re.compile(r" *rank +: \d+")
 _ROOT_CAUSE = "Root Cause (first observed failure)"
-"""Beginning of the root cause in torchrun's list of failed ranks; the other ranks come before
-it."""
+"""Beginning of the root cause in torchrun's list of failed ranks, after the other ranks."""
 
 _SECONDARY_TYPES = re.compile(
     r"(?:^|\.)(?:ChildFailedError|SignalException|ProcessDied|ActorDiedError|RayActorError|ActorUnavailableError|WorkerCrashedError"
@@ -73,7 +72,7 @@ class Cause:
     message: str
     file: Path
     line: int
-    """Counted from 1."""
+    """Number of the line, from 1."""
     kind: int
     """PRIMARY, KILLED, DEADLINE or SECONDARY."""
 
@@ -98,14 +97,14 @@ def log_package_to(path: Path) -> None:
 def redirect_output(path: Path) -> None:
     """Redirect this process's standard output and error to the end of `path`, line by line.
 
-    Works on the file descriptors, so output of C++ libraries and of child processes goes there too.
+    Works on the file descriptors, so output of C++ libraries and child processes goes there, too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # What is buffered belongs to the old file.
+    # Buffered output belongs to the old file.
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    # Descriptors, not sys.stdout: NCCL and vLLM's C++ write past Python.
+    # Descriptors, not sys.stdout, because NCCL and vLLM's C++ write past Python.
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -118,7 +117,7 @@ def redirect_output(path: Path) -> None:
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """The last `lines` lines of a file, without reading the rest of it."""
+    """Return the last `lines` lines of a file, without reading the rest of it."""
     text, _ = _ending(path)
     return [_short(line) for line in text.splitlines()[-lines:]] if lines > 0 else []
 
@@ -128,16 +127,16 @@ def _short(line: str) -> str:
 
 
 def _ending(path: Path) -> tuple[str, int]:
-    """The end of a file, and how many bytes come before it."""
+    """Return the end of a file, and the number of bytes before it."""
     with open(path, "rb") as file:
-        # Only the end of a file can hold what ended its process.
+        # Only the end of a file can contain the error that ended its process.
         before = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
         file.seek(before)
         return file.read(MOST_BYTES).decode("utf-8", errors="replace"), before
 
 
 def _lines_in(path: Path, size: int) -> int:
-    """Lines in the first `size` bytes of a file."""
+    """Return the number of lines in the first `size` bytes of a file."""
     lines = 0
     with open(path, "rb") as file:
         while size and (block := file.read(min(_BLOCK, size))):
@@ -146,14 +145,14 @@ def _lines_in(path: Path, size: int) -> int:
 
 
 def find_cause(log_dir: Path, name: str = "*.log") -> Cause | None:
-    """The most probable cause of a failure among the files of `log_dir` that are called `name`;
-    None when none holds a failure."""
+    """Return the most probable cause of a failure among the files of `log_dir` called `name`; None
+    if none contains a failure."""
     found: list[tuple[int, float, Path, _Candidate]] = []
     for path in sorted(log_dir.glob(name)):
         text, before = _ending(path)
         fell_silent = path.stat().st_mtime
         candidates = _candidates(text)
-        # Line numbers must be those of the whole file; counting is skipped where nothing was found.
+        # Line numbers are those of the whole file; without a candidate nothing is counted.
         earlier = _lines_in(path, before) if candidates else 0
         found += [
             (one.kind, fell_silent, path, replace(one, line=one.line + earlier))
@@ -168,11 +167,11 @@ def find_cause(log_dir: Path, name: str = "*.log") -> Cause | None:
 
 
 def survived(cause: Cause) -> bool:
-    """True if the process that wrote the failure continued its work."""
+    """Return True if the process that wrote the failure continued its work."""
     text, before = _ending(cause.file)
     lines = [_short(line) for line in text.splitlines()]
     at = cause.line - _lines_in(cause.file, before)
-    # The line has left the part that is read, as the process wrote on.
+    # The line is no longer in the part that is read, because the process continued to write.
     if not 0 < at <= len(lines):
         return False
     origin = _split_origin(lines[at - 1])[0]
@@ -183,21 +182,21 @@ def survived(cause: Cause) -> bool:
 
 
 def _candidates(text: str) -> list[_Candidate]:
-    """One candidate per process that writes to a file: the last of its best kind, and a launcher's
-    report of killed ones."""
+    """Return one candidate for each process that writes to a file, the last of its best kind, and a
+    launcher's report of killed processes."""
     streams: dict[str, list[str]] = {}
     numbers: dict[str, list[int]] = {}
     found: list[_Candidate] = []
     rank, root = "", False
     for number, raw in enumerate(text.splitlines(), start=1):
-        # Several processes may share a file; each is a stream of its own.
+        # Several processes may share a file; each is a separate stream.
         origin, line = _split_origin(_short(raw))
         streams.setdefault(origin, []).append(line)
         numbers.setdefault(origin, []).append(number)
         if (matched := _RANK.match(line)) is not None:
             rank = matched.group(0).split()[-1]
         if _ROOT_CAUSE in line:
-            found.clear()  # those before it died of this one's death
+            found.clear()  # the earlier ones are consequences of this death
             root = True
         if _KILLED.search(line) or (root and _SIGNALLED.search(line)):
             message = line.rpartition("traceback : ")[2].strip()
@@ -208,7 +207,7 @@ def _candidates(text: str) -> list[_Candidate]:
         ]
         if failures:
             best = min(failure.kind for failure in failures)
-            # The last of the best kind: earlier ones were survived.
+            # The last of the best kind, because the process survived earlier ones.
             found.append([failure for failure in failures if failure.kind == best][-1])
     return found
 
@@ -221,8 +220,8 @@ def _split_origin(raw: str) -> tuple[str, str]:
 
 
 def _failures(lines: list[str]) -> Iterator[tuple[int, str, int]]:
-    """(kind, message, index of the exception line), one per chain of tracebacks: the program's last
-    output."""
+    """Yield (kind, message, index of the exception line), one for each chain of tracebacks and one
+    for the program's last output."""
     chain: tuple[int, str, int] | None = None
     for at, line in enumerate(lines):
         if _TRACEBACK not in line:
@@ -238,7 +237,7 @@ def _failures(lines: list[str]) -> Iterator[tuple[int, str, int]]:
         if chain is not None and not any(line.startswith(_CHAIN) for line in before):
             yield chain
             chain = None
-        # In a chain the last exception of the gravest kind ended the process.
+        # In a chain, the last exception of the most serious kind ended the process.
         if chain is None or kind <= chain[0]:
             chain = (kind, message, end)
     if chain is not None:
@@ -246,8 +245,8 @@ def _failures(lines: list[str]) -> Iterator[tuple[int, str, int]]:
 
 
 def _exception_line(lines: list[str], at: int) -> int | None:
-    """Index of the line that names the exception, after the indented frames; of the remote one in a
-    Ray error."""
+    """Return the index of the line that names the exception, after the indented frames; in a Ray
+    error, of the line that names the remote exception."""
     while at < len(lines) and (lines[at].startswith(" ") or not _EXCEPTION.match(lines[at])):
         if _TRACEBACK in lines[at]:
             return None
@@ -261,7 +260,7 @@ def _exception_line(lines: list[str], at: int) -> int | None:
 
 
 def judge(line: str) -> tuple[int, str]:
-    """(kind, `Type: message`) of a line that names an exception, `module.Type: message`."""
+    """Return (kind, `Type: message`) of a line that names an exception, `module.Type: message`."""
     matched = _EXCEPTION.match(line)
     name = matched.group(1) if matched else line
     short = name.split("(")[0].rpartition(".")[2]

@@ -1,10 +1,10 @@
-"""Processes from a fork server, which has imported what they import (watchdog/fork_server.py).
+"""Processes from a fork server that has done their imports (watchdog/fork_server.py).
 
     requester --- arguments, environment, descriptors ---> server (has imported; one thread)
               <-- process id, and the exit code at its end --- | fork
                                                                +--> process
 
-Imports take most of the CPU time of a start on a CPU: Megatron's in each rank, vLLM's in an
+On a CPU, imports take most of the CPU time of a start: Megatron's in each rank, vLLM's in an
 engine's actor and again in its core. A request is the command line of an interpreter, and the
 process does what the interpreter would do.
 
@@ -13,8 +13,8 @@ Invariants:
   kernel does;
 - if no server answers, or if PYTHONPATH differs, the requester starts the interpreter itself: only
   time is lost;
-- a library that reads a variable when it is loaded reads the server's; otherwise a process has the
-  environment of its requester.
+- a library that reads a variable when it is loaded reads the server's value; otherwise a process
+  has the environment of its requester.
 
 This file imports only the standard library, because Ray starts it as a program instead of Python.
 """
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["ranks", "engines"]
 VARIABLE = "MEGATRON_ASYNC_RL_PRELOADED_"
-"""Prefix of the environment variables that hold the servers' addresses, by kind in capitals."""
+"""Prefix of the environment variables that contain the servers' addresses; the kind in capitals
+follows."""
 PARENT = "MAR_ENGINE_PARENT"
 """See `watchdog.processes.PARENT`."""
 PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
@@ -59,11 +60,11 @@ class Process:
         self._connection = connection
 
     def poll(self) -> int | None:
-        """Exit code, negative for a signal; None while the process runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         return self.wait(0.0)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for up to `timeout` seconds (None: without a limit); returns what `poll` returns."""
+        """Wait for up to `timeout` seconds (None: no limit); return the result of `poll`."""
         if self.returncode is None:
             # 0.0 makes the socket non-blocking, which is `poll`.
             self._connection.settimeout(timeout)
@@ -73,13 +74,13 @@ class Process:
                 return None
             except OSError:
                 answer = b""
-            # A server that is gone has taken its processes along.
+            # If the server has ended, its processes have, too.
             self.returncode = struct.unpack("i", answer)[0] if answer else -signal.SIGKILL
             self._connection.close()
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        # An id that was reported as ended may belong to another process already.
+        # The id of an ended process may already belong to another process.
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -92,7 +93,7 @@ class Process:
 
 
 def address_of(kind: Kind) -> str | None:
-    """Address of this process's server of `kind`; None where there is none."""
+    """Return the address of this process's server of `kind`; None if there is none."""
     return os.environ.get(f"{VARIABLE}{kind.upper()}")
 
 
@@ -109,12 +110,12 @@ def start(
 
     descriptors: descriptors of this process that the new one inherits, with the same numbers.
     """
-    # The caller starts an interpreter instead: only time is lost.
+    # The caller then starts an interpreter instead.
     if address is None or len(descriptors) > MOST_DESCRIPTORS:
         return None
     request = {
         "arguments": list(arguments),
-        # Whole, not a difference: the server has the environment of its own start.
+        # The whole environment, because the server has the environment of its own start.
         "environment": dict(environment),
         "folder": os.getcwd(),
         "descriptors": list(descriptors),
@@ -134,8 +135,8 @@ def start(
 
 
 def started_by(address: str | None, requesters: Collection[int]) -> set[int]:
-    """Return the ids of the processes that the server at `address` has forked for `requesters`, and
-    for the processes that it forked for those."""
+    """Return the ids of the processes that the server at `address` has forked for `requesters`,
+    directly or indirectly."""
     if address is None:
         return set()
     with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as connection:
@@ -153,13 +154,14 @@ def _send(
 ) -> None:
     content = json.dumps(request).encode("utf-8", "surrogateescape")
     connection.connect(address)
-    # Descriptors travel with the length, so the server owns them before it reads the rest.
+    # Descriptors are sent with the length, so the server owns them before it reads the rest.
     socket.send_fds(connection, [struct.pack("I", len(content))], list(descriptors))
     connection.sendall(content)
 
 
 def spawn_by_fork(kind: Kind) -> None:
-    """Have `multiprocessing` fork from the server of `kind`, if there is one, and not spawn."""
+    """Make `multiprocessing` fork from the server of `kind`, if there is one, instead of
+    spawning."""
     import io
     from multiprocessing import context as contexts
     from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn
@@ -168,7 +170,7 @@ def spawn_by_fork(kind: Kind) -> None:
     context, util = cast("Any", contexts), cast("Any", utilities)
 
     class Popen(cast("Any", popen_spawn_posix).Popen):  # type: ignore[misc]
-        """The start method `spawn`, with a fork of the server instead of a new interpreter."""
+        """Start method `spawn`, with a fork of the server instead of a new interpreter."""
 
         _process: Process | None
         _fds: list[int]
@@ -177,7 +179,7 @@ def spawn_by_fork(kind: Kind) -> None:
             # The tracker must exist before the fork, which inherits its descriptor.
             tracker, content = resource_tracker.getfd(), io.BytesIO()
             context.set_spawning_popen(self)
-            try:  # which collects the descriptors that it needs
+            try:  # this dump collects the descriptors that the child needs
                 reduction.dump(spawn.get_preparation_data(process_obj.name), content)
                 reduction.dump(process_obj, content)
             finally:
@@ -189,7 +191,7 @@ def spawn_by_fork(kind: Kind) -> None:
             self._process = start(
                 address_of(kind), command, os.environ, sorted(cast("set[int]", kept))
             )
-            # The child has copies; while this end is open it would never read the end of its input.
+            # The child has a copy; while this one is open, the child never reads the end of input.
             os.close(child_r)
             os.close(child_w)
             if self._process is None:
@@ -220,7 +222,7 @@ def executable(kind: Kind) -> str | None:
     address = address_of(kind)
     if address is None:
         return None
-    # In UTF-8 mode, as the server, variables stay the same bytes.
+    # In UTF-8 mode, like the server, so that the bytes of variables do not change.
     return shlex.join([sys.executable, "-X", "utf8", "-I", "-S", __file__, address])
 
 
@@ -236,15 +238,15 @@ def serving(
     """Run a server of `kind` that imports `module`, and set its address in `environment`. Yields a
     descriptor: the server ends once no process holds it.
 
-    own: variables of the server besides `environment`. folder: folder of its socket. log: file for
-    the output of the imports.
+    own: variables of the server in addition to `environment`. folder: folder of its socket. log:
+    file for the output of the imports.
     """
     address = str(folder / f"preloaded-{kind}")
     alive_r, alive_w = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener, open(log, "wb") as file:
-        # Bound before the server starts, so that no requester finds an absent address.
+        # Bound before the server starts, so that every requester finds the address.
         listener.bind(address)
-        # From here on requests wait for the imports.
+        # From here on requests wait until the imports are done.
         listener.listen(64)
         environment[f"{VARIABLE}{kind.upper()}"] = address
         numbers = [str(listener.fileno()), str(alive_r)]
@@ -257,20 +259,20 @@ def serving(
             pass_fds=(listener.fileno(), alive_r),
             start_new_session=True,
         )
-    # The server must be the only reader: closing the other end is what ends it.
+    # The server must be the only reader, because closing the other end ends it.
     os.close(alive_r)
     try:
         yield alive_w
     finally:
         os.close(alive_w)
-        # Its forks end with it, by the kernel.
+        # The kernel ends its forks with it.
         process.kill()
         process.wait()
 
 
 def _replace(address: str, arguments: Sequence[str]) -> None:
-    """Run `python ARGUMENTS` in a fork of the server, and end as that process ends."""
-    # A signal before the handlers are set would end this process and leave the fork.
+    """Run `python ARGUMENTS` in a fork of the server, and end like that process."""
+    # A signal before the handlers are set would end this process but not the fork.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
     held = [number for number in descriptors if _is_open(number)]
@@ -280,7 +282,7 @@ def _replace(address: str, arguments: Sequence[str]) -> None:
         os.execv(sys.executable, [sys.executable, *arguments])
 
     def forward(number: int, _: object) -> None:
-        # Not by `send_signal`, whose poll would change the wait that this interrupts.
+        # Not `send_signal`, whose poll would change the wait that this handler interrupts.
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
 
@@ -288,7 +290,7 @@ def _replace(address: str, arguments: Sequence[str]) -> None:
         signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     code = process.wait()
-    # End by the same signal, so that the parent sees what it would see of an interpreter.
+    # End by the same signal, so that the parent sees the same end as of an interpreter.
     if code is not None and code < 0:
         if -code in _FORWARDED:
             signal.signal(-code, signal.SIG_DFL)
@@ -299,7 +301,7 @@ def _replace(address: str, arguments: Sequence[str]) -> None:
 def _is_open(number: int) -> bool:
     try:
         os.fstat(number)
-    except OSError:  # it was the descriptor of the listing
+    except OSError:  # the descriptor of the listing itself
         return False
     return True
 

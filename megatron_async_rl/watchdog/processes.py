@@ -1,11 +1,11 @@
-"""The processes of a run on this machine: each carries the run's id in its environment, wherever it
-hangs in the process tree, and no process of an engine outlives the actor that started it.
+"""Processes of a run on this machine. Each has the run's id in its environment, wherever it is in
+the process tree, and no process of an engine outlives the actor that started it.
 
-vLLM runs its scheduler in a child process, and with tensor parallelism the model in children of
-that one; they do not notice when their parent is killed and would keep their cores, or their GPUs,
-forever. The actor names itself in the environment; each child requests from the kernel to end it
-with its parent and names itself for its own children. A child needs seconds to get there; if its
-parent is killed meanwhile, it ends itself."""
+vLLM runs its scheduler in a child process and, with tensor parallelism, the model in children of
+the scheduler. They do not notice when their parent is killed, and would keep their cores or GPUs
+forever. The actor therefore writes its process id into the environment. Each child requests from
+the kernel to be ended with its parent, and writes its own id for its own children. A child needs
+seconds until it does so; if its parent is killed before, it ends itself."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ import psutil
 from megatron_async_rl.watchdog import preloaded
 
 PARENT = preloaded.PARENT
-"""Environment variable: process id of the engine actor, or of the process of vLLM that descends
-from it."""
+"""Environment variable: process id of the engine actor, or of a process of vLLM that descends from
+it."""
 RUN_ID_VARIABLE = "MEGATRON_ASYNC_RL_RUN_ID"
 OBJECTS_BETWEEN_COLLECTIONS = 100_000
-"""Far more objects than ten thousand groups in flight gain and lose in a batch; Python's default
-threshold is 700."""
+"""Far more than the objects that ten thousand groups in flight create and free during a batch;
+Python's default threshold is 700."""
 
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess)
@@ -35,11 +35,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def of_run(run_id: str) -> list[psutil.Process]:
-    """Every process of this user with the run's id, except this one."""
+    """Return all processes of this user with the run's id, except this one."""
 
     def belongs(process: psutil.Process) -> bool:
         try:
-            # The environment survives reparenting, which process trees do not.
+            # Unlike a process tree, the environment survives reparenting.
             return process.pid != os.getpid() and process.environ().get(RUN_ID_VARIABLE) == run_id
         except _GONE:
             return False
@@ -52,7 +52,7 @@ def descendants() -> set[int]:
     of engines (`preloaded`) counts as started by its requester."""
     own = psutil.Process()
     found = {child.pid for child in own.children(recursive=True)}
-    # The kernel sees these as children of the fork server.
+    # The kernel lists these as children of the fork server.
     forked = preloaded.started_by(preloaded.address_of("engines"), {own.pid, *found})
     for pid in forked:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -61,15 +61,15 @@ def descendants() -> set[int]:
 
 
 def condition(pid: int, written_at: float | None = None) -> str | None:
-    """The kernel's word for the process: `sleeping`, `stopped`, `disk-sleep`, ...; None when it is
-    gone.
+    """Return the kernel's state of the process: `sleeping`, `stopped`, `disk-sleep`, ...; None if
+    it has ended.
 
-    `written_at`: Unix seconds when it was certainly alive; a process that began later only has its
-    number.
+    `written_at`: Unix seconds at which it was certainly alive; a process that began later only has
+    the same id.
     """
     try:
         process = psutil.Process(pid)
-        # The number was given to another process.
+        # The id was given to another process.
         if written_at is not None and process.create_time() > written_at + _CLOCK_SLACK_S:
             return None
         status = str(process.status())
@@ -79,7 +79,7 @@ def condition(pid: int, written_at: float | None = None) -> str | None:
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
-    """True when the process has a handler for the signal, which would end it otherwise."""
+    """Return True if the process has a handler for the signal, which would otherwise end it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -87,14 +87,14 @@ def handles(pid: int, number: signal.Signals) -> bool:
     caught = next(
         (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"
     )
-    # (number - 1) & 1) >> The kernel numbers signals from 1, the mask's bits from 0.
+    # The kernel numbers signals from 1, and the mask's bits from 0.
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def die_with_parent() -> None:
-    """Bind this process's life to the process that `PARENT` names. Its child gets SIGKILL when its
-    parent ends. A later descendant, and the process itself, gets SIGKILL at once if the named
-    process has ended, and nothing otherwise. Without `PARENT` the call has no effect.
+    """Bind this process's lifetime to the process that `PARENT` names. A child of that process gets
+    SIGKILL when it ends. A later descendant, and the process itself, gets SIGKILL at once if the
+    named process has ended, and nothing otherwise. Without `PARENT` the call has no effect.
 
     Linux only, where vLLM runs. The kernel watches the thread that started the child: the actor's
     event loop, or the main thread of vLLM's scheduler process.
@@ -103,7 +103,7 @@ def die_with_parent() -> None:
     if named is None:
         return
     parent = int(named)
-    # prctl binds to the real parent only.
+    # prctl only binds to the real parent.
     if os.getppid() == parent:
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
@@ -117,11 +117,11 @@ def collect_rarely() -> None:
     """Exclude the objects that this process holds so far, and most objects in flight, from garbage
     collection.
 
-    What a library's import and start leave behind is a million objects that stay; requests, samples
-    and arrays live long, are many, and are freed without the collector. Repeated traversals of all
-    of them take a fifth of the controller's time with 10,000 groups in flight, and two fifths of an
-    engine actor's. Garbage that only the collector frees is still freed, later."""
-    # Frozen objects are never freed, so garbage must go first.
+    A library's import and start create a million objects that stay. Requests, samples and arrays
+    are many, live long, and are freed without the collector. With 10,000 groups in flight, repeated
+    traversals of all of them take a fifth of the controller's time, and two fifths of an engine
+    actor's. Garbage that only the collector can free is still freed, later."""
+    # Frozen objects are never freed, so garbage must be collected first.
     gc.collect()
     gc.freeze()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)

@@ -1,19 +1,19 @@
 """Progress of the run, and each node's summary of its processes.
 
 Every process replaces its own state file each second. One process of each node, the aggregator,
-reads those of its node and publishes `RUN/watch/<host>.summary`: the states, and whether the run
-moves as far as it sees. Everybody else on the node reads that one file, so that a node's reads grow
-with its processes and not with their square.
+reads the files of its node and publishes `RUN/watch/<host>.summary`: the states, and whether the
+run moves, as far as it knows. All other processes of the node read that one file, so the number of
+reads on a node grows with its processes and not with their square.
 
 Invariants:
-- the launcher or a rank aggregates; a process that finds the summary missing, or unchanged for
-  STALE_S, takes over, and an aggregator that finds another's fresh summary yields: a dead or
-  stopped one is replaced, and two at once settle on the one who published last;
-- an aggregator reads every state file that no other node's fresh summary carries, so a node without
-  an aggregator of its own (engines alone) is seen too;
+- the launcher or a rank aggregates. A process that finds the summary missing, or unchanged for
+  STALE_S, takes over, and an aggregator that finds another's fresh summary yields. So a dead or
+  stopped aggregator is replaced, and of two the last to publish remains;
+- an aggregator reads every state file that no other node's fresh summary contains, so a node
+  without an aggregator of its own (engines alone) is included, too;
 - the run has moved when a mark of any process grew, or a process appeared;
-- clocks of machines are not compared: ages are those that the writer measured, and what changes
-  between two looks is timed here.
+- clocks of machines are not compared: the writer of a state measures its age, and changes between
+  two reads are timed here.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from typing import Any
 from megatron_async_rl.config.durable import PARTIAL
 
 FOLDER = "watch"
-"""Holds the state files, in the run's directory."""
+"""Name of the folder of the state files in the run's directory."""
 LAUNCHER = "launcher "
 """Prefix of the names of the launchers' states; the number of the node follows."""
 FRESH_S = 10.0
-"""Seconds within which the state of a live process that runs Python changes."""
+"""Time within which the state of a live process that runs Python changes, in seconds."""
 STALE_S = 3.0
 """Age at which an unchanged summary has lost its aggregator."""
 
@@ -46,8 +46,8 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessState:
-    """One state file. Activities: kind, name, since_s, deadline_s. Progress: mark -> (count,
-    seconds since it grew)."""
+    """Content of one state file. Activities: kind, name, since_s, deadline_s. Progress: mark ->
+    (count, seconds since it grew)."""
 
     name: str
     pid: int
@@ -63,7 +63,7 @@ class ProcessState:
         return self.name.startswith(LAUNCHER)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """The longest-lasting first."""
+        """Return the activities of this kind, the longest first."""
         return sorted(
             (one for one in self.activities if one["kind"] == kind), key=lambda one: -one["since_s"]
         )
@@ -72,8 +72,8 @@ class ProcessState:
 @dataclass(frozen=True, kw_only=True)
 class NodeSummary:
     """The summary that the aggregator `by` of the node `host` published with its beat `beat`.
-    `still_s`, `allowed_s`, `last` and `launcher_watches` are of the whole run; `states` those of
-    the node."""
+    `still_s`, `allowed_s`, `last` and `launcher_watches` describe the whole run, and `states` the
+    node."""
 
     host: str
     by: str
@@ -86,14 +86,13 @@ class NodeSummary:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file that others read during the run: they see the old one or the new one. Raises
-    OSError. A file that a later start depends on is written by `write_file` instead.
+    """Replace a file that others read during the run: they read the old content or the new one.
+    Raises OSError. Files that a later start needs are written by `write_file` instead.
 
-    Its other name, until it is whole, is of this thread alone: a process writes files that differ
-    in their endings only, from several threads, and launchers of several machines write the same
-    file.
+    The temporary name belongs to this thread alone: a process writes files that differ only in
+    their suffix, from several threads, and launchers of several machines write the same file.
     """
-    # Thread ids are unique on a host only.
+    # Thread ids are unique only within a host.
     writer = f"{socket.gethostname()}.{threading.get_native_id()}"
     partial = path.with_name(f"{path.name}.{writer}{PARTIAL}")
     partial.write_text(text, encoding="utf-8")
@@ -101,8 +100,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_states(run_dir: Path, leave_out: Container[str] = ()) -> list[ProcessState]:
-    """Every readable state of `run_dir`, by name, except files whose stem is in `leave_out`. Files
-    are replaced whole, so an unreadable file is not ours."""
+    """Return every readable state of `run_dir`, by name, except files whose stem is in `leave_out`.
+    Files are replaced whole, so an unreadable file does not belong to this run."""
     states = []
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         if path.stem not in leave_out and (tree := _read_json(path)) is not None:
@@ -112,8 +111,8 @@ def read_states(run_dir: Path, leave_out: Container[str] = ()) -> list[ProcessSt
 
 
 class ProgressMonitor:
-    """Progress as seen by this process. Call `look` about every second; the other members refer to
-    the last look."""
+    """Progress as this process knows it. Call `look` about every second; the other members refer to
+    the last call."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
@@ -123,20 +122,20 @@ class ProgressMonitor:
         self._counts: dict[tuple[str, int], dict[str, int]] = {}
         self._beats: dict[str, tuple[float, float]] = {}
         self._summaries: dict[str, tuple[tuple[str, int], float]] = {}
-        """Host -> (name and beat of its newest summary, when it was first seen)."""
+        """Host -> (name and beat of its newest summary, time when it was first read)."""
         self._beat = 0
         self._followed = False
         self._moved_at = time.monotonic()
         self._now = self._moved_at
         self.last = "the start"
-        """The last thing that moved, and its process."""
+        """The mark that moved last, and its process."""
         self.states: list[ProcessState] = []
         """States of the whole run if this process aggregates them, else of this node."""
         self.launcher_watches = False
-        """True when a launcher is there to see a run that does not move."""
+        """True if a launcher can notice a run that does not move."""
         self.allowed_s = 0.0
-        """Seconds that the run may still be without progress, by the phases its processes are
-        in."""
+        """Seconds for which the run may still be without progress, according to the phases of its
+        processes."""
 
     @property
     def still_s(self) -> float:
@@ -145,15 +144,15 @@ class ProgressMonitor:
 
     @property
     def aggregates(self) -> bool:
-        """True when this process published the summary at the last look."""
+        """True if this process published the summary at the last call of `look`."""
         return not self._followed
 
     def look(self) -> None:
-        """Read this node's summary and follow it; publish it unless another process does."""
+        """Read this node's summary and use it; publish it unless another process does."""
         self._now = time.monotonic()
         path = self._folder / f"{self._host}.summary"
         summary = self._read_summary(path)
-        # Yield to a live aggregator: two would read every file twice.
+        # Yield to a live aggregator, because two would read every file twice.
         if summary is not None and summary.by != self._name and self._is_fresh(summary):
             self._follow(summary)
             return
@@ -162,23 +161,23 @@ class ProgressMonitor:
         self._publish(path)
 
     def look_at_all(self) -> None:
-        """Do as `look`, but read the states of the whole run even if another process aggregates
-        them: from the summaries, one file for each node."""
+        """Do the same as `look`, but read the states of the whole run even if another process
+        aggregates them: from the summaries, one file for each node."""
         self.look()
         if self._followed:
-            # The summary just read is newer than the files that it was made from.
+            # The summary just read is newer than the files from which it was made.
             own = {state.name: state for state in self.states}
             others = self._run_states(None, known=own)
             self._learn(others)
             self.states = others
 
     def silent_s(self, name: str) -> float:
-        """Seconds since the state of process `name` was seen to change; 0 if there is none."""
+        """Return the seconds since the state of process `name` changed; 0 if there is none."""
         return self._now - self._beats[name][1] if name in self._beats else 0.0
 
     def _follow(self, summary: NodeSummary) -> None:
-        """Adopt what the aggregator found."""
-        # The summary was true when it was published, not now.
+        """Use the aggregator's results."""
+        # The summary describes the moment when it was published, not the present.
         age_s = self._now - self._summaries[summary.host][1]
         self._learn(summary.states)
         self.states = summary.states
@@ -189,7 +188,7 @@ class ProgressMonitor:
         self._followed = True
 
     def _see(self, states: list[ProcessState]) -> None:
-        """Judge the states of the whole run."""
+        """Evaluate the states of the whole run."""
         # A monitor that has just taken over knows only its own node: values that are new to it are
         # not progress.
         moves = self._learn(states)
@@ -212,13 +211,14 @@ class ProgressMonitor:
         )
 
     def _learn(self, states: list[ProcessState]) -> list[str]:
-        """Record beats and counts. Return what grew or appeared since the last look."""
+        """Record beats and counts. Return the names of those that grew or appeared since the last
+        call."""
         moves = []
         for state in states:
             key = (state.name, state.pid)
             counts = {mark: count for mark, (count, _) in state.progress.items()}
             known = self._counts.get(key)
-            # A launcher that appears is not progress: it only watches.
+            # A new launcher is not progress, because it only watches.
             if known is None and not state.is_launcher:
                 moves.append(f"the start of {state.name}")
             if known is not None:
@@ -227,7 +227,7 @@ class ProgressMonitor:
             self._counts[key] = counts
 
             seen = self._beats.get(state.name)
-            # Compared for equality only: clocks of other machines may be off.
+            # Compared for equality only, because clocks of other machines may be wrong.
             if seen is None or seen[0] != state.time:
                 self._beats[state.name] = (state.time, self._now)
         return moves
@@ -235,11 +235,11 @@ class ProgressMonitor:
     def _run_states(
         self, own: Path | None, known: dict[str, ProcessState] | None = None
     ) -> list[ProcessState]:
-        """Return the states of the whole run: those in fresh summaries of other nodes, `known`, and
-        those of files that neither has. `own`: the summary that does not count."""
+        """Return the states of the whole run: those in fresh summaries of other nodes, those in
+        `known`, and those in all other files. `own`: the summary to ignore."""
         carried = dict(known or {})
         for path in self._folder.glob("*.summary"):
-            # This node's summary is what is being made.
+            # This node's summary is the one being made.
             if path == own or path.stem == self._host:
                 continue
             summary = self._read_summary(path)
@@ -257,7 +257,7 @@ class ProgressMonitor:
         except (KeyError, TypeError):
             return None
         sign = (summary.by, summary.beat)
-        # Timed when first seen here, by this machine's clock.
+        # Timed when first read here, by this machine's clock.
         if summary.host not in self._summaries or self._summaries[summary.host][0] != sign:
             self._summaries[summary.host] = (sign, self._now)
         return summary
@@ -279,7 +279,7 @@ class ProgressMonitor:
         )
         try:
             write_whole(path, json.dumps(asdict(summary)))
-        except OSError:  # a full disk, or no directory yet: the others look for themselves
+        except OSError:  # a full disk, or no directory yet: other processes read the files
             return
 
 
@@ -288,7 +288,7 @@ def _stem(name: str) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """Content of a file; None for a file that is gone or belongs to another program."""
+    """Return the content of a file; None if the file is gone or belongs to another program."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -297,7 +297,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _state_from(tree: Any) -> list[ProcessState]:
-    """The state, or None if the file does not hold one."""
+    """Return the state, or None if the file does not contain one."""
     try:
         return [ProcessState(**tree)]
     except TypeError:

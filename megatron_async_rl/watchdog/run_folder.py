@@ -4,14 +4,20 @@ that its processes put into TMPDIR. Its name also marks the files that they crea
 
 Invariants:
 - a run leaves nothing in the machine's temporary folder and in /dev/shm: its own files are removed
-  at its end, and what a killed run left is removed when the next one of this user starts here;
-- folders in use are left alone: the owner holds a lock on a file in the folder, and on one in
-  /dev/shm, and hands the descriptors to processes that may outlive it. Process ids are not used:
-  containers may share either. A folder without that file is not of this package;
+  at its end, and the files of a killed run are removed when this user's next run starts here;
+- folders in use are not touched: the owner holds a lock on a file in the folder, and on one in
+  /dev/shm, and passes the descriptors to processes that may outlive it. Process ids are not used,
+  because containers may share either. A folder without that file does not belong to this package;
 - programs of another user, which cannot pass through a run's folder, have a folder next to it
-  (`public_folder`) under the same locks and names;
-- the folder's path is short enough for Ray's sockets. Where TMPDIR is too long, a link in /tmp
-  leads to it.
+  (`public_folder`) with the same locks and names;
+- the folder's path is short enough for Ray's sockets. If TMPDIR is too long, a link in /tmp leads
+  to it;
+- a file in /dev/shm whose writer lives is left alone: the writer of weights holds an exclusive
+  `flock` on them (weights/shared_memory.py). OpenMP names a file after its process and never uses
+  it again, so the file of a dead process is garbage.
+
+`python -m megatron_async_rl.watchdog.run_folder`, which launchers of rollout nodes call, removes
+what killed runs left. It loads no torch.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.watchdog.processes import condition
 
 VARIABLE = "MEGATRON_ASYNC_RL_FOLDER"
 """Environment variable: the folder, for the processes of the run on this machine."""
@@ -44,7 +51,7 @@ SHORT = Path("/tmp")
 LONGEST_SOCKET = 107
 """Longest path of a Unix socket, in bytes."""
 _OF_RAY = "/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""The longest path of a socket in the folder, with the greatest process id."""
+"""The longest path of a socket in the folder, with the largest process id."""
 LONGEST = LONGEST_SOCKET - len(_OF_RAY)
 """Longest path of the folder, in bytes."""
 _NAME = re.compile(r"mar-[0-9a-f]{8}")
@@ -52,20 +59,25 @@ _OF_VLLM = "vllm_dist_"
 _SHARED_LOCK = "mar-run-"
 _SHARED = re.compile(r"(?:sem\.m([0-9a-f]{8})-\w+|m([0-9a-f]{8})[0-9a-f]{4}|mar-run-([0-9a-f]{8}))")
 """Semaphores, memory and the lock of a run in /dev/shm, with the run's eight digits."""
+WEIGHTS_PREFIX = "mar-weights-"
+"""Start of the names of the files of weights (weights/shared_memory.py)."""
+_OPENMP = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_(\d+)")
+"""Process and user."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`path`: as processes use it, which may be a link to `place`. `locks`: descriptors that keep
-    the folder, and the run's files in /dev/shm, for as long as a process has them."""
+    """Folder of a run. `path`: the path that processes use, which may be a link to `place`.
+    `locks`: descriptors that protect the folder, and the run's files in /dev/shm, as long as a
+    process has them."""
 
     path: Path
     place: Path
     locks: tuple[int, ...]
 
     def set_in(self, environment: MutableMapping[str, str]) -> None:
-        """Has the processes of `environment` use the folder."""
-        # What torch has compiled serves the next run, too.
+        """Make the processes of `environment` use the folder."""
+        # Outside the folder, because the next run can use what torch has compiled.
         user = re.sub(r"\W", "_", _user())
         cache = str(self.place.parent / f"torchinductor_{user}")
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
@@ -82,27 +94,27 @@ class RunFolder:
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[RunFolder]:
-    """Make a run's folder on this machine, and remove what killed runs of this user left.
+    """Make a run's folder on this machine, and remove the folders of killed runs of this user.
 
-    Raises UserError where TMPDIR (or RAY_TMPDIR) cannot be used.
+    Raises UserError if TMPDIR (or RAY_TMPDIR) cannot be used.
     """
     folder = _make()
     try:
         yield folder
     finally:
         folder.remove()
-        remove_stale_folders()  # of engines on a Ray that was there before
+        remove_stale_folders()  # of engines on a Ray that already ran
 
 
 def use_run_folder() -> None:
-    """Make a folder for a process that no launcher of this machine started, which goes
-    when the process ends. Elsewhere, nothing. Raises UserError."""
+    """Make a folder for a process that no launcher of this machine started. The folder is removed
+    when the process ends. For other processes, do nothing. Raises UserError."""
     if VARIABLE in os.environ:
         return
     folder = _make()
     atexit.register(_remove_own, folder, os.getpid())
     folder.set_in(os.environ)
-    tempfile.tempdir = None  # Python has looked at TMPDIR before
+    tempfile.tempdir = None  # Python has cached TMPDIR
 
 
 def _remove_own(folder: RunFolder, owner: int) -> None:
@@ -112,8 +124,8 @@ def _remove_own(folder: RunFolder, owner: int) -> None:
 
 @functools.cache
 def public_folder(base: Path) -> Path:
-    """Make a folder in `base` that every user may pass through and only this one may list. It goes
-    when this process ends; of a killed process, at the end of its run or with the next start."""
+    """Make a folder in `base` that every user may pass through and only this one may list. It is
+    removed when this process ends; after a kill, at the end of its run or with the next start."""
     remove_stale_folders()
     place, lock = _new_folder(base, secrets.token_hex(4))
     place.chmod(0o711)
@@ -122,8 +134,8 @@ def public_folder(base: Path) -> Path:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, even if a program made it deeper than Python's recursion goes, or whose
-    owner it took the rights away from."""
+    """Remove a folder, even if a program nested it deeper than Python's recursion limit, or removed
+    the owner's permissions."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
@@ -132,20 +144,20 @@ def remove_tree(folder: Path) -> None:
 
 
 def name_shared_memory() -> None:
-    """Give what this process and its children make by `multiprocessing` in /dev/shm names of the
-    run: a process that is killed removes nothing. Where there is no run's folder, nothing
-    changes."""
+    """Mark the objects that this process and its children create by `multiprocessing` in /dev/shm
+    with the run's name, because a process that is killed removes nothing. Without a run's folder,
+    nothing changes."""
     folder = os.environ.get(VARIABLE)
     if folder is None:
         return
     prefix = f"/m{Path(folder).name.removeprefix('mar-')}"
-    # Both are private to Python, which leaves four digits of its own to a prefix of ten characters.
+    # Both are private to Python, which adds four digits to a prefix of ten characters.
     shared_memory._SHM_NAME_PREFIX = prefix  # type: ignore[attr-defined]
     multiprocessing.current_process()._config["semprefix"] = prefix  # type: ignore[attr-defined]
 
 
 def remove_stale_shared_memory(directory: Path) -> list[Path]:
-    """Remove the files of `multiprocessing` that this user's killed runs left; returns them."""
+    """Remove the files of `multiprocessing` that this user's killed runs left; return them."""
     files: dict[str, list[Path]] = {}
     for path in sorted(directory.glob("*m*")):
         if (matched := _SHARED.fullmatch(path.name)) is not None:
@@ -154,17 +166,46 @@ def remove_stale_shared_memory(directory: Path) -> list[Path]:
     for digits, paths in files.items():
         lock = directory / f"{_SHARED_LOCK}{digits}"
         with _unlocked(lock) as stale:
-            # The lock goes last: what has none is not of this package.
+            # The lock is removed last, because files without one do not count as this package's.
             for path in sorted(paths, key=lambda one: one == lock) if stale else ():
-                with contextlib.suppress(OSError):  # gone meanwhile
+                with contextlib.suppress(OSError):  # removed meanwhile
                     path.unlink()
                     removed.append(path)
     return removed
 
 
+def remove_stale(directory: Path) -> list[Path]:
+    """Delete the files of dead processes in `directory`; return what was deleted."""
+    removed = remove_stale_shared_memory(directory)
+    for path in sorted(directory.glob(f"{WEIGHTS_PREFIX}*")):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, another user's, or no file
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            removed.append(path)
+        except OSError:
+            pass  # its writer lives, or it is another user's
+        finally:
+            os.close(descriptor)
+    for path in sorted(directory.iterdir()):
+        matched = _OPENMP.fullmatch(path.name)
+        if matched is None or int(matched.group(2)) != os.getuid():
+            continue
+        try:
+            if condition(int(matched.group(1)), path.stat().st_mtime) is None:
+                path.unlink()
+                removed.append(path)
+        except OSError:  # gone meanwhile, or another user's in spite of its name
+            continue
+    return removed
+
+
 @contextlib.contextmanager
 def _unlocked(lock: Path) -> Iterator[bool]:
-    """True if the lock exists and is free; it is held here then."""
+    """Yield True if the lock exists and is free; the body then holds it."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # not of this package, or another user's
@@ -183,12 +224,12 @@ def _unlocked(lock: Path) -> Iterator[bool]:
 
 
 def remove_stale_folders() -> list[Path]:
-    """Remove the folders of this user's killed runs; returns the removed files."""
+    """Remove the folders of this user's killed runs; return the removed files."""
     removed = []
     for base in dict.fromkeys((_base(), SHORT)):
         for path in _named(base):
             linked = os.path.islink(path)
-            # Unlike Path.resolve, without an error for another user's link that leads in a circle.
+            # Unlike Path.resolve, this does not raise for another user's circular link.
             place = Path(os.path.realpath(path)) if linked else path
             if _remove_if_stale(place):
                 removed.append(place)
@@ -199,8 +240,8 @@ def remove_stale_folders() -> list[Path]:
 
 
 def _leads_nowhere(link: Path) -> bool:
-    """True only if that is certain: links of other users may lead to folders that this user cannot
-    read."""
+    """Return True only if the link certainly has no target: links of other users may lead to
+    folders that this user cannot read."""
     try:
         os.stat(link)
     except FileNotFoundError:
@@ -250,7 +291,7 @@ def _make() -> RunFolder:
             "name a folder of this machine that you may write to",
         ) from error
     locks = [lock]
-    with contextlib.suppress(OSError):  # where there is no /dev/shm, nothing is left there
+    with contextlib.suppress(OSError):  # without /dev/shm, nothing is left there
         locks.append(_lock(SHARED_MEMORY / f"{_SHARED_LOCK}{digits}"))
     folder = RunFolder(place, place, tuple(locks))
     if len(os.fsencode(place)) <= LONGEST:
@@ -269,8 +310,8 @@ def _make() -> RunFolder:
 
 
 def _new_folder(base: Path, digits: str) -> tuple[Path, int]:
-    """Make a folder that counts as live for as long as a process has the descriptor."""
-    # Named once it is locked: until then another start would take it for a killed run's.
+    """Make a folder that counts as live as long as a process has the descriptor."""
+    # Renamed once it is locked; before, another start would mistake it for a killed run's.
     new = Path(tempfile.mkdtemp(prefix=".mar-", dir=base))
     lock = _lock(new / LOCK)
     return new.rename(base / f"mar-{digits}"), lock
@@ -278,7 +319,7 @@ def _new_folder(base: Path, digits: str) -> tuple[Path, int]:
 
 def _lock(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    with contextlib.suppress(OSError):  # without locks, nothing there ever counts as stale
+    with contextlib.suppress(OSError):  # without locks, no folder ever counts as stale
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
@@ -293,3 +334,8 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container may run as a user without a name
         return str(os.getuid())
+
+
+if __name__ == "__main__":
+    remove_stale(SHARED_MEMORY)
+    remove_stale_folders()

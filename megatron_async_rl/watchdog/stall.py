@@ -1,16 +1,17 @@
-"""The picture of who waits for what, on every process of a run: gathered when nothing moves any
-more, or when a wait missed its deadline.
+"""Snapshot of who waits for what, in every process of a run. It is taken when the run stalls, or
+when a wait exceeded its deadline.
 
-A process can be inspected on its own machine only: its condition in the kernel, its stacks by a
-signal. The process that gathers the picture writes its machine's part to
+A process can be inspected only on its own machine: its state in the kernel, and its stacks by a
+signal. The process that takes the snapshot writes its machine's part to
 `RUN/watch/<host>.snapshot`; the launchers of other machines find it there and write theirs.
 
 Invariants:
-- gathering changes nothing in the run, and ends within seconds whatever the processes and the other
-  machines do: it requests only what the kernel and a signal handler can answer, so stopped
-  processes and processes stuck in one call are included;
-- every process that has a state is in the picture;
-- a snapshot is replaced whole; its ages are measured by the clock of the machine that wrote it.
+- taking the snapshot changes nothing in the run, and ends within seconds whatever the processes and
+  the other machines do. It needs only answers of the kernel and of a signal handler, so it includes
+  stopped processes and processes stuck in one call;
+- every process that has a state is in the snapshot;
+- a snapshot file is replaced whole; its ages are measured by the clock of the machine that wrote
+  it.
 """
 
 from __future__ import annotations
@@ -47,27 +48,26 @@ STACKS_S = 2.0
 """Longest wait for the stacks."""
 ANSWER_S = STACKS_S + 3.0
 """Longest wait for the processes of other machines, once this one's are written."""
-# Callers put this on top of their own deadlines.
+# Callers add this to their own deadlines.
 GATHER_S = STACKS_S + ANSWER_S + 1.0
-"""Longest time that the picture takes."""
+"""Longest time that the snapshot takes."""
 POLL_S = 0.1
 SILENT_S = 5.0
-"""A heartbeat comes every second; a heartbeat that is this late means that the process cannot run
-Python."""
+"""Age at which a heartbeat, which comes every second, shows that the process cannot run Python."""
 _STACKS = "\nStacks\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """`headline`: what happened; `suspects`: sentences; `text`: a screenful with every process;
-    `kind`: as an error's name."""
+    """Snapshot of a stalled run. `headline`: what happened; `suspects`: sentences; `text`: a
+    screenful with every process; `kind`: name of the error."""
 
     headline: str
     suspects: tuple[str, ...]
     text: str
     kind: str = "Stalled"
     consequence: bool = False
-    """True when another machine ended first and has the better message."""
+    """True if another machine ended first and has the better message."""
 
     @property
     def error(self) -> str:
@@ -85,17 +85,17 @@ def gather(
 ) -> Stall:
     """Inspect every process of the run, on every machine, and write `RUN/stall.txt` with stacks.
 
-    `still_s`: for how long nothing has moved; `others`: processes of this machine that may have no
-    state file, such as Ray's own; `lost`: sentences on machines that are gone; `ends_run`: the run
-    is being ended for it, on the other machines too.
+    `still_s`: seconds since the run moved; `others`: processes of this machine that may have no
+    state file, such as Ray's own; `lost`: sentences about lost machines; `ends_run`: the run is
+    being ended for this reason, on the other machines too.
     """
-    # This machine first: its processes may end as soon as the others notice.
+    # This machine first, because its processes may end as soon as the others notice.
     here = look_here(run_dir, others, ends=headline if ends_run else None)
-    # The published part is the request: other launchers answer it.
+    # The published part is also the request, which other launchers answer.
     publish(run_dir, here)
     snapshots = [here, *ask_other_machines(run_dir, at_the_end=ends_run)]
     seen = {process.state.name: process for snapshot in snapshots for process in snapshot.processes}
-    # Read again: a process whose state could not be read is in the picture, too.
+    # Read again, so that the snapshot includes processes whose state could not be read before.
     states = [state for state in read_states(run_dir) if not state.is_launcher]
     processes = [*seen.values(), *(unseen(state) for state in states if state.name not in seen)]
     processes.sort(
@@ -111,18 +111,18 @@ def gather(
     every = "\n".join(
         f"\n{process.title}\n{process.stack or '  no stack came'}" for process in processes
     )
-    # Summary and stacks in one file, so that one copy of it is complete.
+    # Summary and stacks are in one file, so that a copy of it is complete.
     write_whole(run_dir / FILE, stall.text + "\n" + _STACKS + every + "\n")
     return stall
 
 
 def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -> None:
-    """Take the picture if `error`, which ends a rank, is an expired wait. Call this before anything
-    is torn down."""
+    """Take the snapshot if `error`, which ends a rank, is an exceeded deadline. Call this before
+    anything is torn down."""
     if not timed_out(error):
         return
     if getattr(error, "consequence", False):
-        # Rank 0 gathers; when this rank ends, torchrun ends rank 0.
+        # Rank 0 takes it; when this rank ends, torchrun ends rank 0.
         deadline = time.monotonic() + GATHER_S
         while not (run_dir / FILE).exists() and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -133,7 +133,7 @@ def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -
 
 
 def read_summary(run_dir: Path) -> str | None:
-    """The picture of `RUN/stall.txt` without the stacks; None if there is none."""
+    """Return the snapshot in `RUN/stall.txt` without the stacks; None if there is none."""
     try:
         return (run_dir / FILE).read_text(encoding="utf-8").partition(_STACKS)[0].rstrip()
     except FileNotFoundError:
@@ -141,15 +141,15 @@ def read_summary(run_dir: Path) -> str | None:
 
 
 def suspects(processes: Sequence[ProcessSnapshot], still_s: float) -> tuple[str, ...]:
-    """A sentence for each process that most likely holds up the others; the surest kind of evidence
-    alone."""
+    """Return a sentence for each process that most likely holds up the others, using only the most
+    certain kind of evidence."""
     stopped = [
         f"{process.title} is stopped (T): it does not run until SIGCONT."
         for process in processes
         if process.condition in STOPPED
     ]
-    # A process that died long before the others stalled was survived.
-    # The earliest death explains later silence.
+    # The earliest death explains later silence. The run survived a process that died long before
+    # the others stalled.
     dead = [
         f"{process.title} is dead."
         for process in processes
@@ -186,7 +186,7 @@ def suspects(processes: Sequence[ProcessSnapshot], still_s: float) -> tuple[str,
     idle = [
         f"{process.title} has no named wait; it is in {_innermost(process)}." for process in free
     ]
-    # In order of certainty: one kind of evidence, or the list would blame everybody.
+    # In order of certainty. With several kinds of evidence the list would name every process.
     return tuple(stopped or dead or disk or silent or at_work or idle)
 
 
@@ -241,7 +241,7 @@ class ProcessSnapshot:
 
     state: ProcessState
     condition: str | None
-    """The kernel's word; None: it is gone."""
+    """The kernel's state of the process; None: it has ended."""
     silent_s: float
     stack: str = ""
     host: str = ""
@@ -255,15 +255,14 @@ class ProcessSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class HostSnapshot:
-    """The processes on machine `host`. `stopped`: sentences on stopped processes that have no
+    """The processes on machine `host`. `stopped`: sentences about stopped processes without a
     state, such as Ray's own."""
 
     host: str
     processes: tuple[ProcessSnapshot, ...]
     stopped: tuple[str, ...] = ()
     ends: str | None = None
-    """The reason why the run is being ended, if that is decided; None: it is not, this is an
-    answer."""
+    """The reason why the run is being ended, if that is decided; None if this is only an answer."""
 
 
 def look_here(
@@ -272,7 +271,7 @@ def look_here(
     """Every process of the run on this machine. `others`: processes of the run that may have no
     state file."""
     host = socket.gethostname()
-    # Stacks first: they take time, and states read afterwards are as fresh as they.
+    # Stacks first: they take time, and states read afterwards are as new as the stacks.
     stacks = _stacks(run_dir, _of(host, read_states(run_dir)))
     states = read_states(run_dir)
     several = host if len({state.host for state in states}) > 1 else ""
@@ -308,7 +307,7 @@ def publish(run_dir: Path, snapshot: HostSnapshot) -> None:
 
 
 def read_others(run_dir: Path) -> list[HostSnapshot]:
-    """The newest snapshots of other machines, as far as they published one."""
+    """Return the newest snapshots of other machines, as far as they published one."""
     snapshots = []
     for path in sorted((run_dir / FOLDER).glob("*.snapshot")):
         # Every host reads and writes the same folder.
@@ -325,9 +324,10 @@ def read_others(run_dir: Path) -> list[HostSnapshot]:
 
 
 def ask_other_machines(run_dir: Path, *, at_the_end: bool) -> list[HostSnapshot]:
-    """The snapshots of machines with a launcher of this run, once each is there, or after ANSWER_S.
+    """Return the snapshots of machines with a launcher of this run, once all exist, or after
+    ANSWER_S.
 
-    `at_the_end`: the run is being ended, and their earlier snapshots do not count.
+    `at_the_end`: the run is being ended, and earlier snapshots do not count.
     """
     requested = {state.host for state in read_states(run_dir) if state.is_launcher} - {
         socket.gethostname()
@@ -338,7 +338,7 @@ def ask_other_machines(run_dir: Path, *, at_the_end: bool) -> list[HostSnapshot]
             if not requested - {
                 snapshot.host
                 for snapshot in read_others(run_dir)
-                # Earlier snapshots answered another question.
+                # Earlier snapshots answered another request.
                 if snapshot.ends is not None or not at_the_end
             }:
                 break
@@ -347,7 +347,7 @@ def ask_other_machines(run_dir: Path, *, at_the_end: bool) -> list[HostSnapshot]
 
 
 def unseen(state: ProcessState) -> ProcessSnapshot:
-    """The snapshot of a process whose machine did not answer."""
+    """Return the snapshot of a process whose machine did not answer."""
     silent_s = max(0.0, time.time() - state.time)
     return ProcessSnapshot(
         state=state, condition="on another machine", silent_s=silent_s, host=state.host
@@ -359,8 +359,8 @@ def _of(host: str, states: Sequence[ProcessState]) -> list[ProcessState]:
 
 
 def _stacks(run_dir: Path, states: Sequence[ProcessState]) -> dict[str, str]:
-    """Stacks that processes wrote within STACKS_S of the request; nothing for a process that
-    cannot."""
+    """Return the stacks that processes wrote within STACKS_S of the request; nothing for a process
+    that cannot write them."""
     requested: dict[str, Path] = {}
     for state in states:
         # Without a handler SIGUSR1 would end the process.
@@ -386,9 +386,9 @@ def _stacks(run_dir: Path, states: Sequence[ProcessState]) -> dict[str, str]:
 
 
 def is_whole(dump: str) -> bool:
-    """False while faulthandler still writes: the kernel may suspend a process between two threads
-    or between two lines. The main thread comes last, and its outermost frame is the program's own;
-    a stack of more than 100 frames ends with an ellipsis instead."""
+    """Return False while faulthandler is still writing: the kernel may suspend a process between
+    two threads or two lines. The main thread comes last, and its outermost frame is that of the
+    program; a stack of more than 100 frames ends with an ellipsis instead."""
     threads = _THREAD.split(dump)
     return bool(_END.search(threads[-1]))
 
@@ -420,8 +420,8 @@ class Frame:
 
 
 def read_threads(dump: str) -> list[tuple[Frame, ...]]:
-    """The frames of each thread, innermost first. The main thread is the last one, as faulthandler
-    has it."""
+    """Return the frames of each thread, innermost first. The main thread is the last one, as in
+    faulthandler's output."""
     threads: list[list[Frame]] = []
     for line in dump.splitlines():
         if _THREAD.match(line):
@@ -432,8 +432,8 @@ def read_threads(dump: str) -> list[tuple[Frame, ...]]:
 
 
 def places(dump: str) -> list[str]:
-    """Places of the threads with code of ours, and of the main thread: `innermost < ours < the
-    caller of ours`, equal ones once."""
+    """Return the places of the threads with code of this package, and of the main thread, without
+    repetition: `innermost < this package's < its caller`."""
     threads = read_threads(dump)
     shown = [_place(frames) for frames in threads[-1:] if not _watches(frames)]
     shown += [
@@ -454,7 +454,7 @@ def _place(frames: tuple[Frame, ...]) -> str:
 
 
 def _watches(frames: tuple[Frame, ...]) -> bool:
-    """The heartbeat's own thread, and the thread that takes the snapshot."""
+    """Return True for the heartbeat's own thread, and the thread that takes the snapshot."""
     watching = (("watchdog/watch.py", "run"), ("watchdog/stall.py", "gather"))
     return any(
         frame.in_package and (frame.file.rpartition(OURS)[2], frame.function) in watching

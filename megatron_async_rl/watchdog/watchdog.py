@@ -1,9 +1,9 @@
-"""Watchdog in the launcher: detects that a run has stalled or that another machine is gone.
+"""Watchdog in the launcher: detects that a run has stalled or that another machine is lost.
 
-The run is stalled when no mark of any process grew for `timeout_s` and no process is in a phase
-that may last longer, such as an engine's start. Before all its ranks have appeared the run is
-starting, and `start_s` is its limit. Each machine's launcher decides for itself; the first notifies
-the others, and all end the run with the same picture.
+The run has stalled when no mark of any process grew for `timeout_s` and no process is in a phase
+that may last longer, such as an engine's start. Until all its ranks have appeared, the run is
+starting, and its limit is `start_s`. Each machine's launcher decides for itself; the first notifies
+the others, and all end the run with the same snapshot.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron_async_rl.watchdog.stall import Stall, gather, look_here, publish, 
 
 LOOK_S = 1.0
 LEFT_S = 30.0
-"""Longest time that the others' ranks continue once a launcher has ended: they fail by themselves,
+"""Longest time that the others' ranks continue once a launcher has ended. They fail by themselves,
 with better messages."""
 
 
 class Watchdog:
-    """The watchdog of node `node` of `nodes`. `ranks`: the run's processes named `rank N`, on all
-    nodes."""
+    """Watchdog of node `node` of `nodes`. `ranks`: number of the run's processes named `rank N`, on
+    all nodes."""
 
     def __init__(
         self,
@@ -40,25 +40,25 @@ class Watchdog:
         self._run_dir = run_dir
         self._run_id = run_id
         self._timeout_s = timeout_s
-        # A start may take longer than any wait of the run, never less.
+        # A start may take longer than any wait of the run, but its limit is never shorter.
         self._start_s = max(timeout_s, start_s)
         self._ranks = ranks
         self._other_launchers = [f"{LAUNCHER}{other}" for other in range(nodes) if other != node]
         self._hosts: dict[str, str] = {}
         self._monitor = ProgressMonitor(run_dir)
-        # The first look happens at once.
+        # The first check happens at once.
         self._looked_at = float("-inf")
         self._all_here = self._answered = False
 
     def look(self) -> Stall | None:
-        """Return the cause of a stall or the loss of a machine; else None. Cheap: call it a few
-        times a second."""
+        """Return the cause of a stall or of the loss of a machine; else None. The call is cheap:
+        make it a few times a second."""
         if time.monotonic() - self._looked_at < LOOK_S:
             return None
         self._looked_at = time.monotonic()
         monitor = self._monitor
         monitor.look_at_all()
-        # Stays true: a rank that ends later must not bring back the start's limit.
+        # Stays true, so that the end of a rank does not restore the start's limit.
         self._all_here = (
             self._all_here
             or sum(state.name.startswith("rank ") for state in monitor.states) >= self._ranks
@@ -68,7 +68,7 @@ class Watchdog:
         # Another launcher has decided: all report the same cause.
         if ends is not None:
             return self._gather(ends)
-        # Someone gathers a picture: answer once, whatever this launcher thinks.
+        # Another process takes a snapshot: answer once, whatever this launcher's own judgement is.
         if others and not self._answered:
             self._answered = True
             publish(self._run_dir, look_here(self._run_dir, of_run(self._run_id)))
@@ -92,14 +92,14 @@ class Watchdog:
         if state is not None:
             self._hosts[launcher] = state.host
         silent_s = self._monitor.silent_s(launcher)
-        # Its state file went with it, so it ended by itself.
+        # It removed its state file, so it ended by itself.
         if state is None and silent_s >= LEFT_S:
             message = (
                 f"{self._node(launcher)} ended {silent_s:.0f} s ago, before the run did; its"
                 " terminal shows the reason."
             )
             return replace(self._gather(message), kind="NodeEnded", consequence=True)
-        # The file is there and does not change: the machine is gone.
+        # The file exists and does not change, so the machine is lost.
         if state is not None and silent_s >= self._timeout_s:
             return self._gather(
                 f"{self._node(launcher)} has not reported for {silent_s:.0f} s"
@@ -125,5 +125,5 @@ class Watchdog:
         )
 
     def _node(self, launcher: str) -> str:
-        """Name of a launcher's node at the beginning of a sentence."""
+        """Return the name of a launcher's node for the beginning of a sentence."""
         return f"Node {launcher.removeprefix(LAUNCHER)} ({self._hosts[launcher]})"

@@ -1,2 +1,2 @@
-"""Policy weights to the engines and to disk: export under Hugging Face names, transports,
-digests, conversion."""
+"""Transport of policy weights to the engines and to disk: export under Hugging Face names,
+carriers, digests, conversion."""

@@ -7,16 +7,17 @@ engine: NCCL between GPUs, gloo between CPUs.
                                 (ranks 1, 2)
 
 Invariants:
-- workers receive a version while the engine samples. Either it is there whole, each tensor
-  verified, or `Sender.send` raises. A bucket goes to one worker; the others read it in shared
-  memory;
+- workers receive a version while the engine samples. Either the whole version arrives, with each
+  tensor verified, or `Sender.send` raises. A bucket goes to one worker; the others read it in
+  shared memory;
 - two buckets are in flight: while one is verified the next ones arrive;
 - a communicator that failed is closed on both sides, and a retry opens another;
-- there are two slots: a version is received where the `kept` one is not, which engines may read;
-- the communicator is not the default process group and does not use it: the trainer's and vLLM's
-  are not disturbed;
-- every wait has a limit, and a failed operation ends no process: torch's watchdog, which would,
-  does not watch this group.
+- there are two slots: a version is received into the slot that does not hold the `kept` version,
+  which engines may be reading;
+- the communicator is not the default process group and does not use it, so it does not affect those
+  of the trainer and of vLLM;
+- every wait has a limit, and a failed operation ends no process: torch's watchdog, which would end
+  it, does not watch this group.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ CARRIER = SharedMemory
 
 
 class CollectiveFailed(RuntimeError):
-    """A version did not reach an engine; the message has the reason. Its communicator is closed."""
+    """A version did not reach an engine; the message gives the reason. Its communicator is
+    closed."""
 
 
 @dataclass(eq=False)
@@ -73,8 +75,8 @@ class _SenderEnd:
 
 
 class Sender:
-    """All ends on rank 0's machine, one per engine. `host`: address of this machine for the
-    engines. Each communicator allows one call to `send` at a time."""
+    """Sender's ends of all communicators, one per engine. `host`: address of this machine for the
+    engines. Each communicator permits one call to `send` at a time."""
 
     def __init__(
         self, host: str, device: torch.device, limit_s: float, carrier: Carrier | None = None
@@ -98,8 +100,8 @@ class Sender:
         return meeting
 
     def send(self, meeting: Meeting, version: int, manifest: Manifest) -> StagedCopy:
-        """Send `version`, staged as `manifest`, to the workers of an engine, which were requested
-        to receive it. Raises CollectiveFailed and closes the communicator."""
+        """Send `version`, staged as `manifest`, to the workers of an engine, which have begun to
+        receive it. Raises CollectiveFailed after closing the communicator."""
         began = time.monotonic()
         one = self._sets.get(meeting.port)
         if one is None:
@@ -129,7 +131,7 @@ class Sender:
             one.local.close()
 
     def _send_buckets(self, one: _SenderEnd, version: int, manifest: Manifest) -> None:
-        # Both slots stay mapped, since rank 0 writes them in turn.
+        # Both slots stay mapped, since rank 0 writes them alternately.
         self._paths = dict(sorted({**self._paths, version: manifest.paths}.items())[-2:])
         self._reader.keep({path for paths in self._paths.values() for path in paths})
         if one.local is None:
@@ -142,7 +144,7 @@ class Sender:
             watch.progress("bytes sent", ref.size)
 
         for number, ref in enumerate(manifest.buckets):
-            # No more in flight: device buffers are reused in turn.
+            # At most this many in flight, because device buffers are reused alternately.
             if len(on_their_way) == IN_FLIGHT:
                 left()
             ((_, memory),) = self._reader.read(replace(ref, entries=(whole_bucket(ref),)))
@@ -154,7 +156,7 @@ class Sender:
 
 
 class Receiver:
-    """End of one worker. `worker`: its number in the engine, from 0."""
+    """One worker's end of the communicator. `worker`: its number in the engine, from 0."""
 
     def __init__(self, worker: int, device: torch.device, carrier: Carrier | None = None) -> None:
         carrier = carrier or CARRIER()
@@ -194,7 +196,7 @@ class Receiver:
             answer = {"paths": self._receive(local, update)}
         except Exception as error:
             log.exception("version %d was not received", version)
-            # Answered before leaving: the sender must not wait for its limit.
+            # Answer before leaving, so that the sender does not wait for its limit.
             self._answer(version, {"error": f"{type(error).__name__}: {error}"})
             self._leave()
         else:
@@ -219,13 +221,13 @@ class Receiver:
         try:
             if self._store is not None:
                 self._store.set(_key(version, self._worker), json.dumps(answer))
-        except RuntimeError as error:  # the sender has gone, or has closed
+        except RuntimeError as error:  # the sender has ended or closed the store
             log.warning("the outcome of version %d was not reported: %s", version, error)
 
     def _receive(self, local: Communicator, update: WeightUpdate) -> dict[int, str]:
         """Receive a version; return the paths of this worker's buckets by number."""
         manifest, workers = update.manifest, update.meeting.workers
-        # The buckets that the sender deals to this worker.
+        # The buckets that the sender assigns to this worker.
         numbers = range(self._worker, len(manifest.buckets), workers)
         slot = 0 if update.kept is None else 1 - self._versions.index(update.kept)
         # `places` may fail halfway; the slot then holds no version.
@@ -303,10 +305,10 @@ the first one; 30 minutes by default."""
 
 
 class Communicator:
-    """End of one member, created once all members have come, and used by one thread."""
+    """End of one member, created once all members have joined, and used by one thread."""
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device, store: TCPStore) -> None:
-        """Raises RuntimeError if a member does not come within the limit."""
+        """Raise RuntimeError if a member does not join within the limit."""
         self._limit = meeting.limit
         self._device = device
         self._lanes: list[Tensor | None] = [None] * IN_FLIGHT
@@ -316,7 +318,7 @@ class Communicator:
         self._group = _group(members, meeting, rank, device)
 
     def send(self, memory: Tensor, to: int, number: int) -> Callable[[], None]:
-        """Begin to send bytes; return a function that waits until they have left."""
+        """Begin to send bytes; return a function that waits until they are sent."""
         place = self._place(memory)
         if place is not memory:
             place.copy_(memory)
@@ -328,28 +330,28 @@ class Communicator:
         return wait
 
     def receive(self, memory: Tensor, number: int) -> Callable[[], None]:
-        """Begin to receive the sender's bytes; return a function that waits until they are
-        there."""
+        """Begin to receive the sender's bytes; return a function that waits until they have
+        arrived."""
         place = self._place(memory)
         work = self._group.recv([place], 0, number)
 
         def wait() -> None:
-            work.wait(self._limit)  # with a limit NCCL's, too, waits for the device
+            work.wait(self._limit)  # with a limit, NCCL also waits for the device
             if place is not memory:
                 memory.copy_(place)
 
         return wait
 
     def close(self) -> None:
-        """Abort the group, so that waiting members fail. gloo closes its connections as soon as
-        nothing holds the group."""
+        """Abort the group, so that waiting members fail. gloo closes its connections once no object
+        refers to the group."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
 
     def _place(self, memory: Tensor) -> Tensor:
-        """Tensor that is sent or received: the host memory itself, or a device buffer for each
-        bucket in flight."""
+        """Return the tensor that is sent or received: the host memory itself, or a device buffer
+        for each bucket in flight."""
         if self._device.type == "cpu":
             return memory
         self._lane = (self._lane + 1) % IN_FLIGHT
@@ -367,19 +369,19 @@ def _group(members: PrefixStore, meeting: Meeting, rank: int, device: torch.devi
 
         nccl: Any = ProcessGroupNCCL.Options()
         nccl._timeout = meeting.limit
-        # NCCL creates communicators at the first operation. A blocking creation waits for a missing
-        # member without limit; a non-blocking one is polled until the limit.
+        # NCCL creates communicators at the first operation. Blocking creation waits for a missing
+        # member without limit; non-blocking creation is polled until the limit.
         nccl.config.blocking = 0
         os.environ.setdefault(CREATION_LIMIT, str(math.ceil(meeting.limit_s)))
         # After a timeout the watchdog would end the whole process, the engine's or the sender's,
-        # also where the group was aborted.
+        # even if the group was aborted.
         with _blocking_wait():
             return ProcessGroupNCCL(members, rank, size, nccl)
     from torch.distributed import ProcessGroupGloo
 
     gloo: Any = ProcessGroupGloo._Options()
     gloo._timeout = meeting.limit
-    # Else gloo listens at what the host's own name resolves to, which may be 127.0.1.1.
+    # By default gloo listens at the address of the host's own name, which may be 127.0.1.1.
     gloo._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(meeting.host))]
     gloo._threads = 2
     return ProcessGroupGloo(members, rank, size, gloo)
@@ -387,8 +389,8 @@ def _group(members: PrefixStore, meeting: Meeting, rank: int, device: torch.devi
 
 @contextmanager
 def _blocking_wait() -> Iterator[None]:
-    """Set BLOCKING_WAIT for groups that are constructed meanwhile; vLLM's and Megatron's keep their
-    watchdog."""
+    """Set BLOCKING_WAIT for groups constructed in the body; the groups of vLLM and Megatron keep
+    their watchdog."""
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
     try:

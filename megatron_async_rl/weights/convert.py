@@ -1,12 +1,13 @@
-"""A policy as a Hugging Face directory that transformers and vLLM load, and its adapters as a
-directory that PEFT loads: from a live run, or from a checkpoint.
+"""Conversion of a policy into a Hugging Face directory for transformers and vLLM, and of its
+adapters into a directory for PEFT: from a live run, or from a checkpoint.
 
 Invariants:
-- a directory appears whole: it is written next to its place, synced, and renamed into it; digests
-  of its files are in DIGESTS, which `require_export` checks before the directory is used;
-- a checkpoint is checked whole before a weight of it is written;
-- everything but weights and config.json's dtype is copied from the directory the model was made
-  from;
+- a directory appears whole: it is written under a temporary name next to its final path, synced,
+  and renamed; DIGESTS contains the digests of its files, which `require_export` checks before the
+  directory is used;
+- the whole checkpoint is checked before any weight is written;
+- everything but weights and config.json's dtype is copied from the directory from which the model
+  was made;
 - memory holds one bucket and one file's tensors, never the model.
 """
 
@@ -39,7 +40,7 @@ def export_hf(exporter: WeightExporter, source_model_dir: Path, out_dir: Path) -
     writes."""
     buckets = exporter.buckets(BUCKET_BYTES)
     if not exporter.receives:
-        # Every rank takes part in the gathers, though only rank 0 gets tensors.
+        # Every rank takes part in the gathers, but only rank 0 gets tensors.
         for _ in buckets:
             pass
         return
@@ -87,10 +88,10 @@ def _in_place_of(out_dir: Path) -> Iterator[Path]:
     """Yield a new directory that replaces `out_dir` at the end."""
     partial = out_dir.with_name(out_dir.name + ".unfinished")
     if partial.exists():
-        # Left behind by a killed conversion.
+        # Left over from a killed conversion.
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    # No `finally`: after an error the unfinished directory stays under its own name.
+    # No `finally`: after an error the unfinished directory keeps its temporary name.
     yield partial
     files = {
         file.name: StoredFile(file.stat().st_size, file_digest(file)) for file in partial.iterdir()
@@ -104,10 +105,10 @@ def _in_place_of(out_dir: Path) -> Iterator[Path]:
 def convert(checkpoint: Path, out_dir: Path) -> None:
     """Write a checkpoint to `out_dir`, with adapters merged into the weights, and the adapters
     alone to its folder `adapter`. The checkpoint is a run's checkpoint folder or one step of it,
-    saved on any layout. Uses one process and the CPU.
+    saved with any layout. Uses one process and the CPU.
 
     Raises UserError if the checkpoint is damaged, if it or its model directory is missing, if that
-    is not the adapters' base model, or if `out_dir` holds files.
+    directory is not the adapters' base model, or if `out_dir` holds files.
     """
     from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
     from megatron_async_rl.config.schema import ModelConfig
@@ -127,7 +128,7 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
         )
     if out_dir.exists() and any(out_dir.iterdir()):
         raise UserError.of("OUT", f"{out_dir} is not empty", "name a new directory")
-    # Before minutes of work: a damaged checkpoint must not become a model.
+    # Checked before minutes of work: a damaged checkpoint must not become a model.
     require_whole(path, blocks=True)
     content = about(path)
     source = Path(content["model_path"])
@@ -140,7 +141,7 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
         )
     layout = initialise(ParallelConfig(), device.install("cpu"), timeout_s=600)
     try:
-        # Of adapters the checkpoint holds nothing else.
+        # A checkpoint of adapters contains no other weights.
         build = build_model if "lora" in content else assemble_model
         settings = PolicyConfig(lora=content.get("lora"))
         model = build(ModelConfig(path=source, dtype=content["dtype"]), settings, layout)
@@ -153,7 +154,7 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
 
 
 def _write_weights(buckets: Iterator[Bucket], directory: Path) -> str:
-    """Write all tensors; return the dtype's name."""
+    """Write all tensors; return the name of their dtype."""
     files: list[list[str]] = []
     held: dict[str, Tensor] = {}
     size = total = 0
@@ -170,7 +171,7 @@ def _write_weights(buckets: Iterator[Bucket], directory: Path) -> str:
     for bucket in buckets:
         for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
             assert tensor is not None
-            # A copy: a bucket's tensor may be the live parameter, or a part of it.
+            # A copy, because a bucket's tensor may be the live parameter, or a part of it.
             held[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             dtype = str(tensor.dtype).removeprefix("torch.")
             size += held[name].nbytes
@@ -203,7 +204,7 @@ def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
     for file in source.iterdir():
         if (
             file.is_file()
-            # The digests of the source are not those of this directory.
+            # The source's digests do not apply to this directory.
             and file.name not in ("config.json", DIGESTS)
             and not file.name.endswith(_WEIGHT_SUFFIXES)
         ):

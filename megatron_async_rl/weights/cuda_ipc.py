@@ -1,28 +1,28 @@
-"""The carrier `cuda_ipc`: buckets pass from the policy's devices to engines on the same devices,
-while these are paused. Nothing of a version is in host memory, and a device has two buckets of it.
+"""The carrier `cuda_ipc`: buckets pass from the policy's devices to paused engines on the same
+devices. Host memory holds nothing of a version, and a device holds two buckets of it.
 
     each rank:  its parts --> bucket on its device --summed over all ranks--> the whole bucket
                                                                                |  memory handle
     each worker of an engine, on one of these devices:  maps it, loads from it, answers
-                                                        and then the memory is the ranks' again
+                                                        and then the ranks may write it again
 
-What is staged is the policy's own parameters: they stay as they are until the next step trains, and
-no engine loads then (flow/updates.py). An engine that starts again or joins before that gets the
-same buckets again. On a CPU the memory is a file in /dev/shm; all else is the same.
+The staged weights are the policy's own parameters. They do not change until the next step trains,
+and no engine loads then (flow/updates.py). An engine that restarts or joins before that gets the
+same buckets again. On a CPU the memory is a file in /dev/shm; everything else is the same.
 
 Invariants:
-- of two places on a device one is read while the other is filled; the controller decides which
+- of the two places on a device one is read while the other is filled; the controller decides which
   (flow/colocated.py), and a place is filled only while no engine reads it;
-- on each device a bucket is whole, so an engine needs to see no other device;
-- digests are of the ranks' parameters, before a bucket is filled;
-- places are released when no engine is loading. A worker lets go of them with its last bucket; a
+- every device of the ranks has the whole bucket, so an engine needs no access to another device;
+- digests are computed from the ranks' parameters, before a bucket is filled;
+- places are released when no engine is loading. A worker unmaps them after its last bucket; a
   killed engine holds none of their memory;
 - all ranks fill a bucket, or all raise.
 
-CUDA's memory comes from the driver, not from torch's allocator: that one's may lie in expandable
-segments, which other processes map only where they may look into each other's files, and torch
-gives memory that it has handed to a process which was killed never back. vLLM's own back end
-(`ipc`) uses both.
+The memory comes from CUDA's driver, not from torch's allocator, for two reasons. Torch's memory may
+be in expandable segments, which other processes can map only if they may read each other's file
+descriptors. And torch never frees memory that it has shared with a process that was killed. vLLM's
+own backend (`ipc`) uses torch's memory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _OUT_OF_MEMORY = 2
 
 
 class CudaIpc(Carrier):
-    """Carrier in memory of `device`; None: of this process's device."""
+    """Carrier in memory of `device`; None: this process's device."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,18 +102,18 @@ CARRIER = CudaIpc
 
 
 class IpcBuckets(Staging):
-    """Staging whose buckets are filled on demand from the parameters of all `ranks`. Used by one
-    thread of each."""
+    """Staging whose buckets are filled on demand from the parameters of all `ranks`. One thread of
+    each rank uses it."""
 
     on_demand = True
 
     def __init__(self, carrier: CudaIpc, ranks: StagingRanks | None = None) -> None:
-        """Collective."""
+        """Collective: every rank makes the object."""
         super().__init__(carrier, ranks)
         self._device = carrier.device
         self._lent: Sequence[BucketRef] = ()
         self._memory: list[tuple[BucketMemory, Tensor, str] | None] = [None] * IN_FLIGHT
-        """Places, their memory, and where every device's is."""
+        """Places: path, memory, and handles of the memory on every device."""
 
     def stage(
         self,
@@ -122,14 +122,14 @@ class IpcBuckets(Staging):
         parts: Iterable[ShardSlice],
         when_free: Callable[[], None] = lambda: None,
     ) -> Manifest:
-        # The places hold buckets of the previous version.
+        # The places contain buckets of the previous version.
         self.release()
         manifest = super().stage(version, buckets, parts, when_free)
         self._lent = manifest.buckets
         return replace(manifest, on_demand=True)
 
     def fill(self, number: int, place: int, parts: Iterable[ShardSlice]) -> BucketRef:
-        """Put a bucket of the version into a place on every device; return its location.
+        """Fill a place on every device with a bucket of the version; return its location.
         Collective. parts: this rank's parts of the bucket; each is copied before the next is
         requested.
 
@@ -138,7 +138,7 @@ class IpcBuckets(Staging):
         own, memory, paths = self._memory[place] or self._make(place)
         ref = replace(self._lent[number], path=own.path, size=own.size)
         entries = {entry.name: entry for entry in ref.entries}
-        # Only this bucket's words: a place has room for the largest.
+        # Only this bucket's words, because a place has room for the largest bucket.
         memory = memory[: _whole_words(size_of(ref.entries))]
 
         def write() -> None:
@@ -150,7 +150,7 @@ class IpcBuckets(Staging):
             # The parts of other ranks are added to these zeros.
             memory.zero_()
         failure = _failure_of(write)
-        # Each byte is one rank's, and zero on the others.
+        # Each byte comes from one rank, and is zero on the others.
         self._ranks.summed(memory.view(torch.int64))
         if memory.is_cuda:
             # Engines read from other processes, which no stream of this one orders.
@@ -161,7 +161,7 @@ class IpcBuckets(Staging):
         return replace(ref, path=paths)
 
     def release(self) -> None:
-        """Free the places' memory, which no engine reads any more."""
+        """Free the memory of the places; engines must have stopped reading."""
         # Views first: they must not outlive their memory.
         self._writer.keep(())
         for index, made in enumerate(self._memory):
@@ -180,11 +180,11 @@ class IpcBuckets(Staging):
         self, entries: Sequence[Sequence[TensorEntry]], when_free: Callable[[], None]
     ) -> list[str]:
         when_free()
-        # No memory yet: staging computes the digests alone.
+        # No memory yet: staging only computes the digests.
         return [""] * len(entries)
 
     def _put(self, part: ShardSlice, ref: BucketRef, entry: TensorEntry) -> None:
-        if ref.path:  # while a version is staged, nothing is anywhere
+        if ref.path:  # while a version is staged, no bucket has memory
             super()._put(part, ref, entry)
 
     def _make(self, index: int) -> tuple[BucketMemory, Tensor, str]:
@@ -207,7 +207,7 @@ class IpcBuckets(Staging):
         (place,) = made
         ref = BucketRef(path=place.path, size=place.size, nbytes=0, entries=())
         memory = self._writer.view(ref, whole_bucket(ref))
-        # Ranks without CUDA have a device in common: the first one's memory is as good as any.
+        # Ranks without CUDA share a device name; any rank's memory will do, so use the first.
         found = place, memory, json.dumps(dict(reversed(where)))
         self._memory[index] = found
         return found
@@ -236,7 +236,7 @@ def _whole_words(size: int) -> int:
 
 
 class DeviceWriter(TransportWriter):
-    """A rank's end on CUDA. places: its own places by path."""
+    """A rank's end on CUDA. places: this rank's own places by path."""
 
     def __init__(self, places: dict[str, DeviceBucketMemory]) -> None:
         self._places = places
@@ -296,13 +296,13 @@ class DeviceBucketMemory(BucketMemory):
     """CUDA memory that other processes can map. `path`: its handle, in hexadecimal digits."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """Raises torch.OutOfMemoryError, and RuntimeError if the driver refuses for another
+        """Raise torch.OutOfMemoryError, or RuntimeError if the driver refuses for another
         reason."""
         self.size = size
         self._device = device
         self._pointer = ctypes.c_uint64()
         handle = _Handle()
-        torch.cuda.empty_cache()  # torch keeps what it has freed from the driver
+        torch.cuda.empty_cache()  # torch keeps freed memory, which the driver then lacks
         with _context(device):
             _call("cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(size))
             try:
@@ -339,7 +339,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Exposed:
-    """CUDA memory in the form that torch accepts."""
+    """CUDA memory with the interface that torch accepts."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {

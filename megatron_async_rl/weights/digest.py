@@ -1,23 +1,23 @@
-"""Digests of tensors that add up from those of their parts, wherever the parts lie.
+"""Digests of tensors. The digests of a tensor's parts add up to its digest, wherever it is cut.
 
-A tensor is a matrix, its last dimension across (one row, for a vector); a row is words of 8 bytes,
-filled up with zeros, and again words of 8 bytes behind 4 bytes of zeros:
+A tensor is treated as a matrix with its last dimension as columns (a vector is one row). A row is
+read as words of 8 bytes, padded with zeros; for the second sum, 4 bytes of zeros come first:
 
     d1 = sum of R1(row) W1(column) word     over all words, modulo 2^64
     d2 = sum of R2(row) W2(column) word     over all words half a word later, modulo 2^64
 
-R and W are odd numbers that a place decides, from a seed for each. Both sums are linear in the
-bytes, so a part adds up with the others by its place alone, at whatever byte it was cut.
+R and W are odd numbers that depend on the position, with a different seed for each sum. Both sums
+are linear in the bytes, so the position of a part is enough to add it, at whatever byte it was cut.
 
 Invariants:
-- of one tensor every way to cut it gives the same digest, on every device;
-- one changed element always changes it. Two tensors that differ in more agree with a probability of
-  at most 2^-32, and 2^-120 where they differ in whole words. The highest bit of a word has no more
-  than a parity in a sum, as all keys are odd: it is the middle of the other sum's words. It guards
-  against wrong, missing, stale, swapped and damaged bytes, and is not a signature against forged
-  bytes;
-- besides the parts, memory holds the keys of their rows and columns; where a part is small, is cut
-  within a word or lies on CUDA, also one piece of PIECE_BYTES, or a row that is larger.
+- the digest of a tensor does not depend on how it is cut, nor on the device;
+- one changed element always changes the digest. Two tensors that differ in more elements have equal
+  digests with a probability of at most 2^-32, and 2^-120 if they differ in whole words. The highest
+  bit of a word contributes only a parity to a sum, as all keys are odd, but it is in the middle of
+  a word of the other sum. A digest protects against wrong, missing, stale, swapped and damaged
+  bytes; it is not a signature against forged bytes;
+- besides the parts, memory holds the keys of their rows and columns. For a part that is small, cut
+  within a word or on CUDA, it also holds one piece of PIECE_BYTES, or one row if that is larger.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 WORD, HALF = 8, 4
-"""Bytes."""
+"""Size of a piece in bytes."""
 PIECE_BYTES = 2**18
 CUDA_BYTES = 2**26
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,13 +39,14 @@ _known: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of a tensor of that shape."""
+    """Return the numbers of rows and columns of a tensor of that shape."""
     return prod(shape[:-1]), shape[-1] if shape else 1
 
 
 def partial_digest(part: Tensor, row: int = 0, column: int = 0) -> Tensor:
     """Return [d1, d2, elements] of a part whose first element is at (`row`, `column`) of its
-    tensor; int64 on the part's device. Results of parts that do not overlap add up to the tensor's.
+    tensor; int64 on the part's device. The results of parts that do not overlap add up to the
+    tensor's.
 
     part: a matrix, or whole rows of a tensor of more dimensions, in any shape.
     """
@@ -59,7 +60,7 @@ def partial_digest(part: Tensor, row: int = 0, column: int = 0) -> Tensor:
     bits = part.detach().reshape(rows, columns).view(_BITS[size])
     if size > HALF:
         bits, size, column = bits.contiguous().view(_BITS[HALF]), HALF, size // HALF * column
-    # Words begin at the tensor's columns, wherever the part was cut.
+    # Words start at the tensor's first column, wherever the part was cut.
     first, lead = divmod(column, WORD // size)
 
     on_host = part.device.type == "cpu"
@@ -91,16 +92,16 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def _lies_in_words(bits: Tensor, lead: int) -> bool:
-    """Return True if its memory can be read as words of its tensor's rows."""
+    """Return True if the memory can be read as words of the tensor's rows."""
     placed = (bits.storage_offset(), bits.stride(0), bits.shape[1], lead)
     return bits.stride(1) == 1 and not any(n * bits.element_size() % WORD for n in placed)
 
 
 def _over_rows(words: Tensor, keys: Tensor) -> Tensor:
-    """Return sums over the rows, modulo 2^64; [words]."""
+    """Return the sums over the rows, modulo 2^64; [words]."""
     if words.device.type == "cpu":
         return torch.mv(words.t(), keys)
-    # CUDA has no products of integer matrices.
+    # CUDA has no matrix product of integers.
     return (words * keys[:, None]).sum(0)
 
 
@@ -110,13 +111,14 @@ def _words(block: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
     size = block.element_size()
     end = lead // size + block.shape[1]
     filled = block.new_zeros(len(block), -(-end * size // WORD) * WORD // size)
-    # Zeros around the part add nothing to a sum.
+    # Zeros around the part do not change a sum.
     filled[:, lead // size : end] = block
     yield 0, filled.view(torch.int64)
 
 
 def _words_in_place(bits: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the same without a copy, for memory aligned to words. lead: 0 or half a word."""
+    """Yield the same as `_words` without a copy, for memory aligned to words. lead: 0 or half a
+    word."""
     if not lead:
         yield 0, bits.view(torch.int64)
         return
@@ -134,10 +136,10 @@ def _words_in_place(bits: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _keys(seed: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Return the odd numbers of these places; [count] int64."""
+    """Return the odd numbers of these positions; [count] int64."""
     known = _known.get((seed, device))
     if known is None or len(known) < start + count:
-        # Twice as many as needed, so that growing parts compute few.
+        # Twice as many as needed, so that growing parts rarely compute new ones.
         known = _known[seed, device] = _odd(seed, max(4096, 2 * (start + count))).to(device)
     return known[start : start + count]
 

@@ -1,29 +1,32 @@
-"""Weights that leave the trainer: full tensors on rank 0 (`WeightExporter`), or each rank's parts
-of a staged version, out of its own shards (`WeightShards`).
+"""Export of the trainer's weights: full tensors on rank 0 (`WeightExporter`), or each rank's parts
+of a staged version, from its own shards (`WeightShards`).
 
 Full tensors under Hugging Face names are for files, and for engines if ranks on other machines hold
-weights that no rank on rank 0's machine has. They come one bucket at a time: a run of parameters of
-one pipeline stage, all of them experts divided over ranks or none. Its shards are packed into one
-flat tensor, so a bucket costs one gather over the tensor-parallel group (for divided experts over
-the expert-parallel group) and, for later stages, one message to rank 0, however many tensors it
-has. What rank 0 holds whole is neither packed nor copied.
+weights that no rank on rank 0's machine has. They arrive one bucket at a time. A bucket is a run of
+parameters of one pipeline stage: either all of them are experts divided over ranks, or none is. Its
+shards are packed into one flat tensor. A bucket therefore costs one gather over the tensor-parallel
+group (for divided experts over the expert-parallel group) and, for later stages, one message to
+rank 0, however many tensors it contains. Parameters that rank 0 holds whole are neither packed nor
+copied.
 
-Parts are rows and columns of Hugging Face's tensors; policy/cuts.py computes them.
+Parts are rows and columns of Hugging Face's tensors; policy/parameters.py computes them.
 
 Invariants:
-- names, shapes and the cut into buckets are settled when the exporter is made: publishing moves
+- names, shapes and the division into buckets are fixed when the exporter is made: publishing moves
   bytes only;
-- tensors exist once, on rank 0, for one bucket at a time; data-parallel copies take no part;
+- full tensors exist only on rank 0, and for one bucket at a time; data-parallel copies do not take
+  part;
 - the owners' parts of a divided parameter have the same size and travel in the same bucket;
-- a weight that is kept in 8 bits is sent in the model's dtype, made for its bucket: the numbers
-  that the policy multiplies by;
-- each tensor of the Hugging Face checkpoint comes exactly once, a tied output layer as the
-  embedding alone;
-- every rank walks through every bucket, so all ranks leave together;
-- the parts of all ranks are each tensor exactly once: vocabulary padding is left out, a tied output
-  layer is the embedding, and ranks that hold the same elements divide them;
-- only ranks that reach the staged memory have parts. Where those do not hold the whole model among
-  them, every tensor comes whole, through rank 0.
+- a weight that is kept in FP8 is sent in the model's dtype, converted for its bucket: the numbers
+  are those with which the policy multiplies;
+- each tensor of the Hugging Face checkpoint is exported exactly once; a tied output layer is
+  exported only as the embedding;
+- every rank iterates over every bucket, so all ranks leave the loop together;
+- the parts of all ranks together contain each element of each tensor exactly once: vocabulary
+  padding is left out, a tied output layer is the embedding, and ranks that hold the same elements
+  divide them;
+- only ranks that reach the staged memory have parts. If those ranks together do not hold the whole
+  model, every tensor is sent whole, through rank 0.
 """
 
 from __future__ import annotations
@@ -39,22 +42,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async_rl.policy.cuts import Cut, Cuts, ParameterEntry
 from megatron_async_rl.policy.fp8 import plain
 from megatron_async_rl.policy.lora import weight_of
-from megatron_async_rl.policy.parameters import all_entries, merged
+from megatron_async_rl.policy.parameters import Cut, Cuts, ParameterEntry, all_entries, merged
 from megatron_async_rl.weights.transport import ShardSlice, TensorSpec
 
 log = logging.getLogger(__name__)
 
 SMALL_BYTES = 2**18
-"""Largest shard that one rank writes alone; ranks that hold the same elements divide larger ones by
-rows."""
+"""Size in bytes up to which a shard is written by one rank; ranks that hold the same elements
+divide larger shards by rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Full tensors under Hugging Face names on rank 0; None in their places on other ranks.
+    """Full tensors under Hugging Face names on rank 0; on other ranks None instead of each tensor.
 
     The tensors may be the live parameters: they are valid until the next bucket is requested or the
     next step is taken.
@@ -66,9 +68,9 @@ class Bucket:
 
 class WeightExporter:
     """Export of full tensors. Made once per run, collectively over the pipeline group, and used
-    after every step. adapters: export these alone, under PEFT's names; otherwise the model, with
-    adapters merged into its weights. dtype: of every tensor; adapters are merged before anything is
-    rounded to it. None: each parameter's own."""
+    after every step. adapters: export only these, under PEFT's names; otherwise the model, with
+    adapters merged into its weights. dtype: of every tensor; adapters are merged before tensors are
+    rounded to it. None: each parameter's own dtype."""
 
     def __init__(
         self,
@@ -85,12 +87,12 @@ class WeightExporter:
         self.entries: list[ParameterEntry] = []
         """Every exported parameter of the model, in order."""
         for entry in all_entries(bridge, chunks, adapters=adapters):
-            # The last stage's copy of a tied embedding is the first stage's tensor again.
+            # The last stage's copy of a tied embedding is the same tensor as the first stage's.
             if not seen.intersection(entry.hf_names):
                 seen.update(entry.hf_names)
                 self.entries.append(entry if dtype is None else replace(entry, dtype=dtype))
-        # Experts after the rest of their stage, so that the two kinds do not cut each other's
-        # buckets short.
+        # Experts after the rest of their stage, so that the two kinds, which cannot share a bucket,
+        # alternate less often.
         self.entries.sort(key=lambda entry: (entry.stage, entry.owner is not None))
 
     @property
@@ -100,12 +102,12 @@ class WeightExporter:
 
     @property
     def receives(self) -> bool:
-        """True on rank 0, where the tensors come together."""
+        """True on rank 0, which receives the tensors."""
         return bool(self.bridge.layout.rank == 0)
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Yield all buckets. Collective: every rank must take every bucket. A bucket holds at most
-        `max_bytes` of full tensors, or one larger parameter alone."""
+        """Yield all buckets. Collective: every rank must iterate over every bucket. A bucket holds
+        at most `max_bytes` of full tensors, or one larger parameter."""
         for entries in self._cut(max_bytes):
             shards = self._shards(entries)
             names = tuple(name for entry in entries for name in entry.hf_names)
@@ -119,7 +121,7 @@ class WeightExporter:
             yield Bucket(names, tuple(tensor for tensors in full for tensor in tensors))
 
     def _cut(self, max_bytes: int) -> list[list[ParameterEntry]]:
-        """Cut the entries into buckets. Entries of one local parameter, one per owner, stay
+        """Divide the entries into buckets. Entries of one local parameter, one per owner, stay
         together."""
         buckets: list[list[ParameterEntry]] = []
         size = 0
@@ -143,7 +145,7 @@ class WeightExporter:
         """Return the shards of each entry on rank 0, else None."""
         layout = self.bridge.layout
         holders = layout.tp_size if entries[0].owner is None else layout.ep_size
-        # Rank 0 holds them whole: no message and no copy.
+        # Rank 0 holds them whole, so neither a message nor a copy is needed.
         if layout.rank == 0 and entries[0].stage == 0 and holders == 1:
             return [[self.shard(entry)] for entry in entries]
         held = self._gather(entries)
@@ -154,7 +156,7 @@ class WeightExporter:
         experts, or else the tensor-parallel ranks."""
         layout = self.bridge.layout
         stage, divided = entries[0].stage, entries[0].owner is not None
-        # Data-parallel copies are equal: the first one sends.
+        # Data-parallel copies are equal, so only the first one sends.
         if (layout.expert_replica if divided else layout.replica) != 0:
             return None
         group, rank, size = (
@@ -166,7 +168,7 @@ class WeightExporter:
         if layout.pp_rank != stage:
             if layout.rank != 0:
                 return None
-            # Only rank 0 is left here: its stage has no part of this bucket.
+            # Only rank 0 gets here: its stage has no part of this bucket.
             received = torch.empty(size, elements, dtype=entries[0].dtype, device=layout.device)
             dist.recv(received, group_src=stage, group=layout.pp_group)
             return received
@@ -195,8 +197,8 @@ class WeightExporter:
 
     @staticmethod
     def _unpacked(entries: list[ParameterEntry], held: Tensor) -> list[list[Tensor]]:
-        """Return the shards of each entry. held: result of `_gather`; each owner's parameters lie
-        one after the other in its row."""
+        """Return the shards of each entry. held: result of `_gather`; the row of each owner
+        contains its parameters one after another."""
         starts: dict[int | None, int] = {}
         shards = []
         for entry in entries:
@@ -231,10 +233,10 @@ class RankParameters:
 
 class WeightShards:
     """Each rank's parts of a version. Made once per run and used after every step. `reached`: for
-    each rank of the world, true if it can write to the staged memory."""
+    each rank of the world, True if it can write to the staged memory."""
 
     def __init__(self, exporter: WeightExporter, reached: Sequence[bool], max_bytes: int) -> None:
-        """Collective."""
+        """Collective: every rank makes the object."""
         self._exporter = exporter
         self._max_bytes = max_bytes
         layout = exporter.bridge.layout
@@ -243,10 +245,10 @@ class WeightShards:
             RankParameters(rank, reached[rank], *place)
             for rank, place in enumerate(layout.gathered(own))
         ]
-        # A rank that cannot write there has no part to write.
+        # A rank that cannot write to the memory has no parts.
         self._own = [] if not reached[layout.rank] else self._cut(seats, seats[layout.rank])
         self.gathered = not all(_have(seats, entry) for entry in exporter.entries)
-        """The ranks that reach the memory do not hold the whole model."""
+        """True if the ranks that reach the memory do not hold the whole model."""
         if self.gathered and layout.rank == 0:
             log.warning(
                 "ranks on other machines hold weights that no rank on this one has: every version"
@@ -255,9 +257,9 @@ class WeightShards:
         self.buckets = buckets_of(exporter.entries, max_bytes)
 
     def parts(self, bucket: int | None = None) -> Iterator[ShardSlice]:
-        """Yield this rank's parts of the weights as they are now; a part is valid until the next
-        one is requested. Collective if `gathered`. bucket: parts of this bucket alone; not
-        supported if `gathered`."""
+        """Yield this rank's parts of the present weights; a part is valid until the next one is
+        requested. Collective if `gathered`. bucket: yield only parts of this bucket; not supported
+        if `gathered`."""
         if self.gathered:
             assert bucket is None, "what is gathered comes in buckets of the exporter's"
             yield from self._whole_tensors()
@@ -277,7 +279,7 @@ class WeightShards:
         bucket_of = {spec.name: at for at, bucket in enumerate(self.buckets) for spec in bucket}
         found: list[list[_Own]] = [[] for _ in self.buckets]
         for entry, cuts in self._own:
-            # Tensors of one parameter, such as a fused QKV, may lie in several buckets.
+            # Tensors of one parameter, such as a fused QKV, may be in several buckets.
             apart: dict[int, list[tuple[Cut, slice | Tensor]]] = {}
             for cut in cuts:
                 apart.setdefault(bucket_of[entry.hf_names[cut[0].tensor]], []).append(cut)
@@ -306,8 +308,8 @@ class WeightShards:
                 and (entry.partition_dim is None or seat.tensor == own.tensor)
             ]
             place, cuts = holders.index(own.rank), cuts_of.of(entry)
-            # Each element is written by exactly one holder: large shards are divided by rows, and
-            # small ones go to the holders in turn.
+            # Exactly one holder writes each element: holders divide large shards by rows, and
+            # write small ones alternately.
             if entry.shard_elements * entry.dtype.itemsize > SMALL_BYTES:
                 cuts = [cut.share(place, len(holders)) for cut in cuts]
             elif number % len(holders) != place:
@@ -326,8 +328,8 @@ def _have(seats: Sequence[RankParameters], entry: ParameterEntry) -> bool:
 
 
 def buckets_of(entries: Sequence[ParameterEntry], max_bytes: int) -> list[list[TensorSpec]]:
-    """Return every tensor once, in runs of at most `max_bytes`; a larger tensor is a run by
-    itself."""
+    """Return every tensor once, in runs of at most `max_bytes`; a larger tensor is a run of its
+    own."""
     buckets: list[list[TensorSpec]] = []
     size = 0
     for entry in entries:

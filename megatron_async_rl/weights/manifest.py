@@ -1,8 +1,8 @@
-"""Description of a staged version: where its tensors are, and what they must be. Loads no torch:
-the controller passes it on.
+"""Description of a staged version: the locations and the expected digests of its tensors. Loads no
+torch, because the controller passes it on.
 
-Invariant: a `BucketRef` describes what its bucket holds until the sender writes the bucket again,
-which it does only while no engine reads (`staging.py`).
+Invariant: a `BucketRef` describes the content of its bucket until the sender writes the bucket
+again, which it does only while no engine reads (`staging.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BucketRef:
     entries: tuple[TensorEntry, ...]
 
     def as_plain(self) -> dict[str, Any]:
-        """Return plain values, which cross vLLM's message queue."""
+        """Return plain values, which vLLM's message queue accepts."""
         # The queue accepts no classes of this package.
         return {**vars(self), "entries": [vars(entry) for entry in self.entries]}
 
@@ -46,7 +46,7 @@ class BucketRef:
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """One staged version: locations of its buckets, and name -> digest of every tensor. `seconds`:
-    duration of staging, gathering included. `on_demand`: the buckets do not exist yet; the ranks
+    duration of staging, including gathering. `on_demand`: the buckets do not exist yet; the ranks
     fill each when engines request it (cuda_ipc.py)."""
 
     buckets: tuple[BucketRef, ...]
@@ -66,8 +66,8 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedCopy:
-    """A version in memory other than rank 0's. `nbytes`: received for it, repeated buckets
-    included. `seconds`: duration of the transfer."""
+    """A version in memory other than rank 0's. `nbytes`: bytes received for it, including repeated
+    buckets. `seconds`: duration of the transfer."""
 
     manifest: Manifest
     nbytes: int
@@ -91,7 +91,7 @@ class Meeting:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdate:
-    """A version that the workers of an engine are to receive. `kept`: version in their memory that
+    """A version that the workers of an engine must receive. `kept`: version in their memory that
     stays; None if none does."""
 
     meeting: Meeting
@@ -122,7 +122,7 @@ class WeightMismatch(RuntimeError):
 def require_equal(engine: str, sent: Mapping[str, str], loaded: Mapping[str, str]) -> None:
     """Raise WeightMismatch for the first tensor, by name, whose digests differ or that only one
     side has."""
-    # Both sides' names: a missing tensor and an unknown one count as different.
+    # Names of both sides: a missing tensor and an unknown one count as different.
     for name in sorted(sent.keys() | loaded.keys()):
         if sent.get(name) != loaded.get(name):
             raise WeightMismatch(name, engine, sent.get(name), loaded.get(name))

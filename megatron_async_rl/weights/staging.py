@@ -1,20 +1,20 @@
-"""Complete versions of the weights where every engine of this machine can read them: for an update,
-after a restart, or when it joins.
+"""Complete versions of the weights in memory that every engine of this machine can read: for an
+update, after a restart, or when an engine joins.
 
-    rank 0 makes room for a version, and shows every rank where to write its parts, and digests them
-    no tensor goes through all add up what they wrote: only if that is every tensor whole another
-    rank
-                there is a manifest, and the version
+    rank 0 allocates memory       every rank writes its parts,    the digests are added up over
+    for a version, and sends      and computes their digests      all ranks: there is a manifest,
+    its paths to all ranks        from its own memory             and the version, only if every
+                                                                  tensor is whole
 
 Invariants:
-- there are two slots, written in turn: staging a version leaves the one before it as it is, for
-  engines that are reading it, and takes the place of the one before that. It begins only once no
-  engine reads that one any more (`when_free`);
+- there are two slots, written alternately: staging a version leaves the previous one unchanged, for
+  engines that are reading it, and overwrites the one before that, but only once no engine reads it
+  any more (`when_free`);
 - a version is staged completely or not at all;
-- a digest is taken of the sender's own memory, so that nothing between it and an engine's is
-  trusted;
-- a tensor comes once;
-- buckets of the same sizes are written in place: memory speed after the first time.
+- a digest is computed from the sender's own memory, so nothing between that memory and an engine's
+  needs to be trusted;
+- each tensor is sent once; no tensor passes through another rank;
+- buckets of the same sizes are reused: after the first time they are written at memory speed.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ class NotStaged(RuntimeError):
 
 
 class Staging:
-    """Staged versions of one carrier. Made by every rank of `ranks` and used by one thread of each;
-    rank 0's has the memory, which `close` frees. reached: for each rank, true if it can write to
-    that memory."""
+    """Staged versions of one carrier. Every rank of `ranks` makes the object, and one thread of
+    each uses it; rank 0's object owns the memory, which `close` frees. reached: for each rank, True
+    if it can write to that memory."""
 
     on_demand = False
     """True if a bucket exists only once `fill` has filled it, while engines load."""
 
     def __init__(self, carrier: Carrier, ranks: StagingRanks | None = None) -> None:
-        """Collective. Raises OSError where there is no room for anything."""
+        """Collective. Raises OSError if even a first byte of memory cannot be allocated."""
         self._ranks: StagingRanks = ranks or SingleProcess()
         self._carrier = carrier
         self._slots = (StagingSlot(carrier), StagingSlot(carrier))
@@ -111,13 +111,13 @@ class Staging:
         parts: Iterable[ShardSlice],
         when_free: Callable[[], None] = lambda: None,
     ) -> Manifest:
-        """Stage a version; return its manifest. Collective. buckets: of the whole version, the same
-        on every rank. parts: this rank's parts; each is copied before the next is requested.
-        when_free: returns, on rank 0, once the slot may be written.
+        """Stage a version; return its manifest. Collective. buckets: of the whole version, equal on
+        every rank. parts: this rank's parts; each is copied before the next is requested.
+        when_free: on rank 0, returns once the slot may be written.
 
-        Raises ValueError for an update without buckets, with a tensor that comes twice, or with a
-        tensor that the parts of all ranks do not make up; OSError if memory is out; and NotStaged
-        if only another rank failed. The version staged last is then still there.
+        Raises ValueError for an update without buckets, with a repeated tensor, or with a tensor
+        that the parts of all ranks do not fill; OSError if memory is exhausted; and NotStaged if
+        only another rank failed. The version staged last then remains valid.
         """
         entries = [entries_of(bucket) for bucket in buckets]
         flat = [entry for bucket in entries for entry in bucket]
@@ -128,7 +128,7 @@ class Staging:
             twice = next(e.name for i, e in enumerate(flat) if number[e.name] != i)
             raise ValueError(f"tensor {twice} comes twice in one update")
 
-        # Rank 0 alone makes room: all ranks write to the same places.
+        # Only rank 0 allocates memory, and all ranks write to it.
         paths = self._ranks.from_rank_zero(lambda: self._open(entries, when_free))
         started = time.monotonic()
         refs = [
@@ -143,7 +143,7 @@ class Staging:
         sums = self._write(refs, number, parts)
         digests = {}
         for entry, (d1, d2, elements) in zip(flat, sums, strict=True):
-            # The counts add up over ranks: a part that is missing, or came twice, shows here.
+            # The counts add up over ranks, so a part that is missing or repeated is detected.
             if elements != prod(entry.shape):
                 raise ValueError(
                     f"the ranks wrote {elements} of the {prod(entry.shape)} elements of"
@@ -151,7 +151,7 @@ class Staging:
                 )
             dtype = getattr(torch, entry.dtype)
             digests[entry.name] = digest_text(dtype, entry.shape, (d1, d2, elements))
-        # Only a complete version moves the slots on: after a failure the newest one stays valid.
+        # Only a complete version switches slots: after a failure the newest one stays valid.
         self._next = 1 - self._next
         return Manifest(buckets=tuple(refs), digests=digests, seconds=time.monotonic() - started)
 
@@ -184,12 +184,12 @@ class Staging:
         failure: Exception | None = None
         for part in parts:
             if failure is not None:
-                continue  # the other ranks may be giving it their parts
+                continue  # other ranks may still be writing their parts
             try:
                 self._put(part, *where[part.name])
                 digests.append(partial_digest(part.tensor, part.row, part.column))
                 names.append(number[part.name])
-            except Exception as error:  # noqa: BLE001 - raised once the others know
+            except Exception as error:  # noqa: BLE001 - raised once the other ranks know
                 failure = error
         sums = torch.zeros(len(number) + 1, 3, dtype=torch.int64)
         if failure is not None:
@@ -200,7 +200,7 @@ class Staging:
         *found, (failed, _, _) = self._ranks.summed(sums).tolist()
 
         paths = [ref.path for ref in refs]
-        self._writer.keep({*self._paths, *paths})  # the two slots'
+        self._writer.keep({*self._paths, *paths})  # of both slots
         self._paths = paths
         if failure is not None:
             raise failure
@@ -217,20 +217,20 @@ class Staging:
                 f"{rows} x {columns} elements from ({part.row}, {part.column}) on are not within"
                 f" {part.name}, {list(entry.shape)}"
             )
-        # Detached: the parameter is a leaf of autograd.
+        # Detached, because the parameter is a leaf of autograd.
         place.copy_(part.tensor.detach())
 
 
 def staging_of(name: str, device: torch.device, ranks: StagingRanks) -> Staging:
-    """Collective. Return the staging of the carrier `name` for weights on `device`: its file's
-    STAGING, or `Staging`."""
+    """Return the staging of the carrier `name` for weights on `device`: STAGING of its file, or
+    `Staging`. Collective."""
     module = carrier_module(name)
     staging: Staging = getattr(module, "STAGING", Staging)(module.CARRIER.on(device), ranks)
     return staging
 
 
 class StagingSlot:
-    """Places of one version's buckets, in order."""
+    """Memory of one version's buckets, in order."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -240,10 +240,10 @@ class StagingSlot:
         """Return paths of buckets of these sizes. Raises OSError if memory is out."""
         self.discard_from(len(sizes))
         for index, size in enumerate(sizes):
-            # Reused: new pages of shared memory cost far more than the copy.
+            # Reused, because new pages of shared memory cost far more than the copy.
             if index < len(self._places) and self._places[index].size == size:
                 continue
-            self.discard_from(index)  # before more memory is requested
+            self.discard_from(index)  # before more memory is allocated
             self._places.append(self._carrier.place(size))
         return [place.path for place in self._places]
 

@@ -3,14 +3,13 @@ and an engine's workers read them from there.
 
     every rank: staging.py --> bucket   BucketRef (small, picklable)   bucket --> engine
 
-A carrier is one file, `weights/<name>.py`, with its class under the name `CARRIER`, and one line
-of `config.weights.CARRIERS`: its name and its capabilities. Nothing else tests for its name.
+A carrier is one file, `weights/<name>.py`, which assigns its class to `CARRIER`, and one line of
+`config.weights.CARRIERS`: its name and its capabilities. No other code tests for its name.
 
 Invariants:
-- a `BucketRef` describes what its bucket holds until the ranks write the bucket again, which they
-  do only while no engine reads (`staging.py`);
-- tensors come out under the names, with the dtypes and shapes, and in the order in which they went
-  in.
+- a `BucketRef` describes the content of its bucket until the ranks write the bucket again, which
+  they do only while no engine reads (`staging.py`);
+- tensors are read in the order and with the names, dtypes and shapes with which they were written.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from megatron_async_rl.weights.digest import matrix_shape, tensor_digest
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
 
 ALIGNMENT = 64
-"""Bytes. Every tensor starts on a cache line, so it can be viewed as any dtype."""
+"""Alignment in bytes. Every tensor starts on a cache line, so it can be viewed as any dtype."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class TensorSpec:
 @dataclass(frozen=True, eq=False)
 class ShardSlice:
     """Rows and columns of the tensor `name`, as a matrix, from (`row`, `column`) on. A vector is
-    one row; a tensor of more dimensions has as many columns as its last dimension is long."""
+    one row; a tensor of more dimensions has the size of its last dimension as number of columns."""
 
     name: str
     row: int
@@ -67,7 +66,7 @@ class ShardSlice:
 
 class BucketMemory(ABC):
     """Memory of one bucket, of `size` bytes, owned by the process that allocated it. `path`: its
-    name for all processes."""
+    name in all processes."""
 
     path: str
     size: int
@@ -78,11 +77,11 @@ class BucketMemory(ABC):
 
 
 class TransportWriter(ABC):
-    """A rank's end."""
+    """A rank's end of the carrier."""
 
     @abstractmethod
     def reaches(self, path: str) -> bool:
-        """Return True if this rank can write to that place."""
+        """Return True if this rank can write to the bucket at `path`."""
 
     @abstractmethod
     def view(self, ref: BucketRef, entry: TensorEntry) -> Tensor:
@@ -94,11 +93,11 @@ class TransportWriter(ABC):
 
 
 class TransportReader(ABC):
-    """An engine worker's end."""
+    """An engine worker's end of the carrier."""
 
     lasting = True
-    """A bucket's content is there until the update ends; else until the worker requests the
-    next."""
+    """True if a bucket's content is valid until the update ends; else it is valid until the worker
+    requests the next bucket."""
 
     @abstractmethod
     def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
@@ -111,7 +110,7 @@ class TransportReader(ABC):
 
 
 class Carrier(ABC):
-    """A way to bring weights to engines: the memory of buckets, and both ends."""
+    """Carrier of weights to engines: the memory of buckets, and both ends."""
 
     @classmethod
     def on(cls, device: torch.device) -> Self:
@@ -130,13 +129,13 @@ class Carrier(ABC):
 
 
 def carrier(name: str) -> Carrier:
-    """Return the carrier of that name: `weights.transport` of the configuration."""
+    """Return the carrier of that name (`weights.transport` of the configuration)."""
     made: Carrier = carrier_module(name).CARRIER()
     return made
 
 
 def carrier_module(name: str) -> ModuleType:
-    # On demand: a carrier may need libraries that the others do not.
+    # Imported on demand, because a carrier may need libraries that the others do not.
     return importlib.import_module(f"megatron_async_rl.weights.{name}")
 
 
@@ -146,7 +145,7 @@ def whole_bucket(ref: BucketRef) -> TensorEntry:
 
 
 def view_of(memory: Tensor, entry: TensorEntry) -> Tensor:
-    """Return one tensor of the bucket that `memory`, [bytes] uint8, holds."""
+    """Return one tensor of the bucket in `memory`, [bytes] uint8."""
     # A view: nothing is copied.
     flat = memory[entry.offset : entry.offset + entry.nbytes]
     return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
@@ -155,8 +154,8 @@ def view_of(memory: Tensor, entry: TensorEntry) -> Tensor:
 def damaged_tensor(
     writer: TransportWriter, ref: BucketRef, digests: Mapping[str, str]
 ) -> str | None:
-    """Return the name of a tensor of the bucket that differs from the staged one; None if none
-    does."""
+    """Return the name of a tensor of the bucket that differs from the staged one; None if all are
+    equal."""
     for entry in ref.entries:
         # A tensor that has no digest counts as damaged.
         if tensor_digest(writer.view(ref, entry)) != digests.get(entry.name):
@@ -170,7 +169,7 @@ def entries_of(bucket: Sequence[TensorSpec]) -> tuple[TensorEntry, ...]:
     entries: list[TensorEntry] = []
     end = 0
     for spec in bucket:
-        # The next multiple, so that a view of any dtype starts at a whole element.
+        # Rounded up, so that a view of any dtype starts at a whole element.
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         entries.append(
             TensorEntry(
@@ -182,7 +181,7 @@ def entries_of(bucket: Sequence[TensorSpec]) -> tuple[TensorEntry, ...]:
             )
         )
         end = offset + spec.nbytes
-    # Memory of no bytes can be neither made nor mapped.
+    # Memory of zero bytes can be neither allocated nor mapped.
     if end == 0:
         raise ValueError(
             f"a bucket of {len(entries)} tensors holds no bytes; there is nothing to send"

@@ -18,7 +18,7 @@ import torch
 
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Aborted
-from megatron_async_rl.watchdog.deadline import remote_cause
+from megatron_async_rl.watchdog.watch import remote_cause
 from megatron_async_rl.weights.collective import Sender
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 from tests.engine.asking import abort, finished, grown, outcomes, report, sampled, submit

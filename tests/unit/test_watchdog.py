@@ -19,7 +19,6 @@ import pytest
 from megatron_async_rl.flow.errors import EngineFailed
 from megatron_async_rl.watchdog import stall
 from megatron_async_rl.watchdog import watchdog as watchdog_module
-from megatron_async_rl.watchdog.deadline import DeadlineExceeded
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, of_run
 from megatron_async_rl.watchdog.progress_monitor import ProcessState, read_states
 from megatron_async_rl.watchdog.stall import (
@@ -31,6 +30,7 @@ from megatron_async_rl.watchdog.stall import (
     read_summary,
     suspects,
 )
+from megatron_async_rl.watchdog.watch import DeadlineExceeded
 from megatron_async_rl.watchdog.watchdog import Watchdog
 from tests.cases import looped
 

@@ -1,1 +1,1 @@
-"""Advantage estimators: the whole batch -> advantages, in float64. Pure functions."""
+"""Advantage estimators: functions from the whole batch to advantages, in float64. All are pure."""

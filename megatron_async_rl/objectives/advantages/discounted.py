@@ -1,8 +1,8 @@
-"""Estimators that discount along the response: `reinforce_pp`, its `reinforce_pp_baseline`, `gae`.
+"""Estimators that discount along the response: `reinforce_pp`, `reinforce_pp_baseline` and `gae`.
 
-REINFORCE++ (arXiv 2501.03262): advantages whitened over the whole batch; with a baseline, centred
-within each group before. Generalised advantage estimation (arXiv 1506.02438, eq. 16); with a value
-head: PPO and A2C.
+REINFORCE++ (arXiv 2501.03262): advantages whitened over the whole batch; with a baseline, they are
+first centred within each group. Generalised advantage estimation (arXiv 1506.02438, eq. 16); with a
+value head: PPO and A2C.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
     """[N] -> [N]: (x - mean) / sqrt(var + 1e-8) over tokens with mask > 0, var unbiased (n - 1); 0
     elsewhere.
 
-    Exactly 0 where all trained tokens have the same value, and for a single one.
+    Exactly 0 if all trained tokens have the same value, or if there is only one.
     """
     trained = mask > 0
     kept = values[trained]
-    # Rounding in the mean would otherwise be blown up by the small deviation.
+    # Otherwise the small deviation would amplify a rounding error of the mean.
     if not len(kept) or kept.min() == kept.max():
         return torch.zeros_like(values)
     return torch.where(trained, (values - kept.mean()) / (kept.var() + EPSILON).sqrt(), 0.0)
@@ -49,8 +49,8 @@ def reinforce_pp_baseline(batch: TokenBatch, settings: ReinforcePpBaselineAdvant
     """R_i - mean R of the group on each of the sequence's tokens, then whitened. [S] rewards ->
     [N].
 
-    Before whitening exactly 0 for a group of one or of equal rewards; only the batch's mean
-    remains, which whitening subtracts from every token.
+    Before whitening exactly 0 for a group of one or of equal rewards; afterwards only the batch's
+    mean remains, which whitening subtracts from every token.
     """
     return Advantages(
         whitened(batch.per_token(batch.group_centred(batch.require("rewards"))), batch.mask)
@@ -61,17 +61,17 @@ def gae(batch: TokenBatch, settings: GaeAdvantage) -> Advantages:
     """A_t = sum_{j >= t} (gamma lam)^(j - t) (r_j + gamma V_{j+1} - V_j), V = 0 beyond the last
     token; [N] -> [N].
 
-    returns: A + V before `whiten`, which is over the whole batch. A truncated response ends like a
+    returns: A + V before `whiten`, which uses the whole batch. A truncated response ends like a
     finished one.
     """
     grid = TokenGrid.of(batch)
     values = grid.by_sequence(batch.require("values"))
-    # V = 0 beyond the last token, also of a truncated response.
+    # V = 0 beyond the last token, also for a truncated response.
     following = pad(values[:, 1:], (0, 1))
     errors = grid.by_sequence(batch.require("token_rewards")) + settings.gamma * following - values
     advantages = discounted_sums(errors, settings.gamma * settings.lam)
     tokens = grid.flat(advantages)
-    # Before whitening: the value head learns returns in units of the reward.
+    # Before whitening, because the value head learns returns in units of the reward.
     returns = grid.flat(advantages + values)
     return Advantages(whitened(tokens, batch.mask) if settings.whiten else tokens, returns=returns)
 

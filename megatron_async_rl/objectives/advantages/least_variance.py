@@ -1,7 +1,7 @@
-"""Baselines of least variance, from how long each response's score gradient is.
+"""Baselines of minimum variance, computed from the squared norm of each response's score gradient.
 
-`otb`, the optimal token baseline (arXiv 2602.07078): for each token, the baseline of least variance
-among the group's responses.
+`otb`, the optimal token baseline (arXiv 2602.07078): for each token, the minimum-variance baseline
+over the group's responses.
 
     e_j = 1 - 2 pi_j + sum_v pi_v^2      squared norm of the score with respect to the logits
     W_t = sum_{j <= t} e_j               of the path up to t, its cross terms being 0 on average
@@ -9,8 +9,8 @@ among the group's responses.
                                          G the reward to go
     A_t = G_t - B_t
 
-Under importance weights e_j is multiplied by the weight's square, inside the sum, as the released
-implementation (verl) does.
+Under importance weights e_j is multiplied by the square of the weight, inside the sum, as in the
+released implementation (verl).
 
 `opob`, VCPO's minimum-variance off-policy baseline (arXiv 2602.17616):
 
@@ -18,13 +18,12 @@ For the estimator (1/L) sum_t min(w, cap) (R - b) grad logp, per group:
 
     b = sum_i W_i R_i / sum_i W_i,   W_i = min(w_i, cap)^2 |s_i|^2,   w_i = prod_t pi / mu
 
-s_i is the sequence's score gradient, weighted over its tokens as the loss weights them. Where it
-comes from:
+s_i is the sequence's score gradient, with the loss's weights of its tokens. Two modes compute it:
 - `exact`: the policy measures |s_i| with one backward pass per sequence (policy/opob.py) and sets
   the baseline afterwards;
-- `cheap`: |s_i|^2 is taken to be (1/L^2) sum_t (1 - 2 p_t + sum_v p_v^2): the squared norms of the
-  token scores with respect to the logits, as if all tokens had the same Jacobian below them and no
-  two scores pointed the same way.
+- `cheap`: |s_i|^2 is approximated by (1/L^2) sum_t (1 - 2 p_t + sum_v p_v^2): the squared norms of
+  the token scores with respect to the logits, as if all tokens had the same Jacobian below the
+  logits and all scores were orthogonal.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ from megatron_async_rl.objectives.method import AdvantageMethod, TokenColumn, co
 from megatron_async_rl.objectives.off_policy import importance_ratios
 
 ROUNDING = 1e-4
-"""An energy below 0 by less than this is one of 0 after rounding in float32: left in, weights of
-both signs could cancel."""
+"""An energy slightly below 0, by less than this value, is 0 after rounding in float32. If it were
+kept, weights of both signs could cancel."""
 
 
 def otb(batch: TokenBatch, settings: OtbAdvantage) -> Advantages:
     """[N] token rewards, `logp_prox` and `sum_p_squared` of the same weights -> [N].
 
-    `zero_tail`: where one response is longer than all others of its group its own return would be
-    its baseline and the advantage 0; the baseline is 0 there instead, and A = G (what verl's option
-    of that name does). Without it, exactly 0 for equal rewards; a group of one is 0 either way.
+    `zero_tail`: if one response is longer than all others of its group, its own return would be its
+    baseline, and its advantage 0. The baseline there is 0 instead, and A = G (like verl's option of
+    that name). Without it, exactly 0 for equal rewards; a group of one is 0 either way.
     """
     grid = TokenGrid.of(batch)
     # W_t: cross terms of the path's score vanish in expectation.
@@ -62,7 +61,7 @@ def otb(batch: TokenBatch, settings: OtbAdvantage) -> Advantages:
         grid.row, grid.column
     ]
     group = batch.require("group")[grid.row]
-    # One cell per group and token number: responses are compared position by position.
+    # One cell per group and token number, so that responses are compared position by position.
     cell = group * grid.columns + grid.column
     lowest, above = weighted_means(to_go, weights, cell)
     advantages = to_go - lowest[cell] - above[cell]
@@ -77,7 +76,7 @@ def otb(batch: TokenBatch, settings: OtbAdvantage) -> Advantages:
 def _energy(batch: TokenBatch, settings: OtbAdvantage) -> Tensor:
     """[N]: e_j, times the squared importance weight."""
     energy = 1.0 - 2.0 * batch.logp_prox.exp() + batch.require("sum_p_squared")
-    # Larger negative values are left in: they show that the columns do not match.
+    # Larger negative values remain: they show that the columns do not match.
     energy = torch.where((energy < 0) & (energy > -ROUNDING), 0.0, energy)
     if settings.importance is not None:
         energy = (
@@ -90,9 +89,9 @@ def opob(batch: TokenBatch, settings: OpobAdvantage) -> Advantages:
     """A_i = R_i - b on each of the sequence's tokens: [S] -> [N]. Exactly 0 for a group of one or
     of equal rewards.
 
-    Score norms are the batch's `score_norms` where it has them. Mode `exact` without them is the
-    state before the backward passes: the baseline is the plain mean, which leaves 0 for equal
-    rewards, and the policy takes off what is missing to b.
+    Score norms are the batch's `score_norms` if it has them. In mode `exact` without them, the
+    baseline is the plain mean, which gives 0 for equal rewards; after the backward passes the
+    policy subtracts the difference to b.
     """
     rewards, group = batch.require("rewards"), batch.require("group")
     norms = batch.score_norms
@@ -115,7 +114,7 @@ def opob(batch: TokenBatch, settings: OpobAdvantage) -> Advantages:
             * count
             / (count - 1).clamp(min=1)
         )
-        # As in GRPO, after the baseline.
+        # Divided after the baseline, as in GRPO.
         centred = centred / (variance.sqrt() + EPSILON)
     return Advantages(batch.per_token(centred), baselines=baselines)
 
@@ -125,9 +124,9 @@ def minimum_variance(
 ) -> tuple[Tensor, Tensor]:
     """[S] each -> (R - b, b), [S] each. log_weights: log w_i, of any size; group: [S] int64.
 
-    W is scaled by its largest value in the group, in log space, so that neither underflow nor
-    overflow changes b. A group in which every W is 0 has no gradient, and the plain mean is its
-    baseline.
+    W is divided by its largest value in the group, in log space, so that neither underflow nor
+    overflow changes b. A group in which every W is 0 has no gradient; its baseline is the plain
+    mean.
     """
     log_w = 2.0 * (log_weights.clamp(max=math.log(cap)) + score_norms.log())
     groups = int(group.max()) + 1 if len(group) else 0

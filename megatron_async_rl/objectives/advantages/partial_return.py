@@ -1,17 +1,17 @@
-"""Partial policy gradients (arXiv 2603.06138): a token is credited with the rewards of a subset of
-later steps only.
+"""Partial policy gradients (arXiv 2603.06138): a token is credited only with the rewards of a
+subset of later steps.
 
-A step is a turn (a run of trained tokens; environment tokens part them) or a single trained token.
-With R_s the rewards of step s, a token of step s is credited with those of its own step that come
-at or after it, plus sum over j in S_s of gamma^(j - s) R_j:
+A step is a turn (a run of trained tokens between environment tokens) or a single trained token.
+With R_s the rewards of step s, a token of step s is credited with the rewards of its own step that
+come at or after it, plus sum over j in S_s of gamma^(j - s) R_j:
 
     full      S = all later steps
     greedy    S is empty
     k         the next k - 1 steps
     segment   the rest of its block of k steps (0..k-1, k..2k-1, ...)
 
-Smaller subsets trade bias for variance. How the paper cuts segments was not available to us; blocks
-of k steps are ours.
+Smaller subsets trade bias for variance. The paper does not specify how to cut segments, as far as
+we know; blocks of k steps are this project's choice.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megatron_async_rl.objectives.method import AdvantageMethod
 
 
 def partial_return(batch: TokenBatch, settings: PartialReturnAdvantage) -> Advantages:
-    """[N] token rewards -> [N]. `baseline: group` takes off the mean, over the group's responses
-    that reached the step, of what the step's first token is credited with; a step that one response
-    reached alone is then 0."""
+    """[N] token rewards -> [N]. `baseline: group` subtracts the mean credit of the step's first
+    token, over the group's responses that reached the step; a step that only one response reached
+    then has advantage 0."""
     grid = TokenGrid.of(batch)
     rewards = batch.require("token_rewards")
     step = grid.column if settings.step == "token" else _turns(grid)
@@ -43,7 +43,7 @@ def partial_return(batch: TokenBatch, settings: PartialReturnAdvantage) -> Advan
     )
     later = _later(totals, settings)
     own = sums_to_end_of_run(rewards[grid.token], grid.row * steps + step)
-    # Within its own step a token is credited with what comes at or after it.
+    # Within its own step a token is credited with the rewards at or after it.
     credited = own + later[grid.row, step]
     if settings.baseline == "group":
         reached = totals.new_zeros(totals.shape, dtype=torch.bool).index_put(
@@ -51,7 +51,7 @@ def partial_return(batch: TokenBatch, settings: PartialReturnAdvantage) -> Advan
         )
         row, column = reached.nonzero(as_tuple=True)
         group = batch.require("group")
-        # Weights of 1: each response that reached the step counts once.
+        # Weights of 1, so that each response that reached the step counts once.
         lowest, above = weighted_means(
             (totals + later)[row, column], totals.new_ones(len(row)), group[row] * steps + column
         )
@@ -73,8 +73,8 @@ def _turns(grid: TokenGrid) -> Tensor:
 
 
 def _later(totals: Tensor, settings: PartialReturnAdvantage) -> Tensor:
-    """[S, K] rewards of steps -> [S, K]: the discounted rewards of later steps that a step is
-    credited with."""
+    """[S, K] rewards of steps -> [S, K]: the discounted rewards of later steps with which a step is
+    credited."""
     gamma, steps = settings.gamma, totals.shape[1]
     if settings.horizon == "greedy":
         return torch.zeros_like(totals)
@@ -87,7 +87,7 @@ def _later(totals: Tensor, settings: PartialReturnAdvantage) -> Tensor:
         for ahead in range(1, min(settings.k, steps)):
             later = later + gamma**ahead * pad(totals[:, ahead:], (0, ahead))
         return later
-    # Padding with zeros adds nothing to a sum, and makes the last block whole.
+    # Zeros do not change a sum; they complete the last block.
     blocks = pad(totals, (0, -steps % settings.k)).unflatten(1, (-1, settings.k))
     return (gamma * pad(discounted_sums(blocks, gamma)[:, :, 1:], (0, 1))).flatten(1)[:, :steps]
 

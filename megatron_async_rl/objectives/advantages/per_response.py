@@ -4,8 +4,8 @@ none    no baseline
 grpo    GRPO's group-relative advantage (DeepSeekMath, arXiv 2402.03300); without the division,
         Dr.GRPO (arXiv 2503.20783)
 rloo    REINFORCE leave-one-out (arXiv 2402.14740)
-opo     OPO (arXiv 2505.23585): the minimum-variance baseline where the squared gradient norm
-        grows with the length
+opo     OPO (arXiv 2505.23585): the minimum-variance baseline if the squared gradient norm grows
+        with the length
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def no_baseline(batch: TokenBatch, settings: NoAdvantage) -> Advantages:
 
 
 def grpo(batch: TokenBatch, settings: GrpoAdvantage) -> Advantages:
-    """A_i = (R_i - mean R) / (std R + 1e-6) over the group, std unbiased (n - 1); `normalize_std:
-    false` does not divide.
+    """A_i = (R_i - mean R) / (std R + 1e-6) over the group, std unbiased (n - 1); no division with
+    `normalize_std: false`.
 
-    [S] rewards -> [N]. Exactly 0 for a group of one or of equal rewards, where rounding in the mean
-    would otherwise leave a residue that the small denominator blows up.
+    [S] rewards -> [N]. Exactly 0 for a group of one or of equal rewards, for which the small
+    denominator would otherwise amplify a rounding error of the mean.
     """
     rewards = batch.require("rewards")
-    # Exactly 0 for equal rewards, which a plain difference of means is not.
+    # Exactly 0 for equal rewards, unlike a plain difference of means.
     centred = batch.group_centred(rewards)
     if settings.normalize_std:
         count = batch.group_count().to(centred.dtype)

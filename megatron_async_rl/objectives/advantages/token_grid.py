@@ -1,8 +1,8 @@
-"""The trained tokens of each sequence as a row of a grid, in order, for estimators that look along
+"""The trained tokens of each sequence as a row of a grid, in order, for estimators that work along
 a response.
 
-Invariant: environment tokens take no time. A discount counts trained tokens, and nothing flows from
-or to a masked one.
+Invariant: environment tokens do not count as time steps. A discount counts trained tokens, and
+masked tokens neither receive nor pass on credit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class TokenGrid:
     """M trained tokens of S sequences; the longest sequence has T trained tokens (at least 1).
 
     token: [M] int64, the token's index in the batch; row: [M], its sequence; column: [M], its
-    number among the sequence's trained tokens; position: [M], its number among all of the
-    sequence's tokens. Ordered by row, then column.
+    number among the sequence's trained tokens; position: [M], its number among all tokens of the
+    sequence. Ordered by row, then column.
     """
 
     token: Tensor
@@ -34,7 +34,7 @@ class TokenGrid:
 
     @classmethod
     def of(cls, batch: TokenBatch) -> TokenGrid:
-        # Stable: tokens of a sequence keep their order.
+        # Stable, so that tokens of a sequence keep their order.
         order = torch.argsort(batch.sequence, stable=True)
         position = _number_in_run(batch.sequence[order])
         trained = batch.mask[order] > 0
@@ -46,7 +46,7 @@ class TokenGrid:
 
     def by_sequence(self, values: Tensor) -> Tensor:
         """[N] -> [S, T], 0 beyond a sequence's end."""
-        # Positions that no token has stay 0, so sums along a row need no mask.
+        # Positions without a token stay 0, so sums along a row need no mask.
         empty = values.new_zeros(self.rows, self.columns)
         return empty.index_put((self.row, self.column), values[self.token])
 
@@ -60,7 +60,7 @@ class TokenGrid:
 
 
 def _number_in_run(sorted_ids: Tensor) -> Tensor:
-    """[n] sorted -> [n]: how many equal entries come before each."""
+    """[n] sorted -> [n]: number of equal entries before each entry."""
     index = torch.arange(len(sorted_ids))
     # The first index of each run is where its value would be inserted.
     return index - torch.searchsorted(sorted_ids, sorted_ids)
@@ -69,8 +69,8 @@ def _number_in_run(sorted_ids: Tensor) -> Tensor:
 def discounted_sums(values: Tensor, discount: float) -> Tensor:
     """[..., T] -> [..., T]: sum over j >= t of discount^(j - t) values[j].
 
-    Doubles the reach of every sum until it spans T, so it takes log2 T passes, and a sum of one
-    value and zeros is exact.
+    Each pass doubles the reach of every sum until it covers T, so log2 T passes suffice, and a sum
+    of one value and zeros is exact.
     """
     reach, factor = 1, discount
     while reach < values.shape[-1]:
@@ -80,7 +80,7 @@ def discounted_sums(values: Tensor, discount: float) -> Tensor:
 
 
 def sums_to_end_of_run(values: Tensor, run: Tensor) -> Tensor:
-    """[M] -> [M]: sum of the value and those after it in its run; run: [M] int64, sorted."""
+    """[M] -> [M]: sum of the value and the values after it in its run; run: [M] int64, sorted."""
     if not len(run):
         return values
     row = torch.unique_consecutive(run, return_inverse=True)[1]

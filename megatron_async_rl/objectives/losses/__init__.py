@@ -1,1 +1,1 @@
-"""Losses: response tokens -> token losses. Pure functions, one file each."""
+"""Losses: pure functions from response tokens to token losses, one file each."""

@@ -1,5 +1,5 @@
-"""ASPO (arXiv 2510.06062): the ratio of tokens with positive advantage is turned over. Known from
-third-party copies only."""
+"""ASPO (arXiv 2510.06062): the ratio of tokens with positive advantage is inverted. The
+implementation follows third-party copies of the method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_async_rl.objectives.method import LossMethod
 
 def aspo(batch: TokenBatch, settings: AspoLoss) -> TokenLoss:
     """l = -A sg(g) pi / sg(pi), r = pi / pi_prox; g = min(1 / r, dual_clip) where A > 0, so that a
-    token the policy has come to prefer counts less; g = min(r, dual_clip) where A < 0.
+    token whose probability has grown counts less; g = min(r, dual_clip) where A < 0.
 
     Constant, and `clipped`, where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, as in
     PPO. The dual clip is soft: it bounds the weight and keeps the gradient. [N] -> [N]. Defaults:
@@ -26,7 +26,7 @@ def aspo(batch: TokenBatch, settings: AspoLoss) -> TokenLoss:
     )
     weight = torch.where(positive, -log_ratio, log_ratio).exp().clamp(max=settings.dual_clip)
     loss = -advantages * weight * (batch.logp - batch.logp.detach()).exp()
-    # The value stays for the log; only the gradient is cut.
+    # The value stays for the log; only the gradient is removed.
     return TokenLoss(torch.where(clipped, loss.detach(), loss), clipped)
 
 

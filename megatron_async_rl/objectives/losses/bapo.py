@@ -1,10 +1,10 @@
-"""BAPO (arXiv 2510.18927): PPO's clip with bounds searched for each batch, so that positive
-tokens keep their share.
+"""BAPO (arXiv 2510.18927): PPO's clip with bounds searched for each batch, so that positive tokens
+keep their share.
 
 share(low, high) = sum_{A>0} min(w A, clip(w, 0, high) A) / sum |min(w A, clip(w, low, high) A)|, w
-= pi / mu, over all trained tokens of the optimizer-step batch. From (low_start, high_start), while
-share < target_share and low can still rise: high rises by its step as long as it can, then low
-does.
+= pi / mu, over all trained tokens of the optimizer-step batch. The search starts at (low_start,
+high_start). While share < target_share and low can still rise, high rises by its step as long as it
+can, then low does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SLACK = 1e-6
 
 
 def decide_bapo(whole: TokenBatch, settings: BapoLoss) -> BatchDecision:
-    """The bounds on the ratio and the share they give. Without any advantage there is nothing to
-    balance: the first bounds."""
+    """Return the bounds on the ratio and the share that they give. Without any advantage there is
+    nothing to balance, and the result is the first bounds."""
     trained = whole.mask > 0
     weight, advantages = whole.log_weight().exp(), whole.advantages
     up, down = trained & (advantages > 0), trained & (advantages < 0)
@@ -37,7 +37,7 @@ def decide_bapo(whole: TokenBatch, settings: BapoLoss) -> BatchDecision:
 
     low, high = settings.low[0], settings.high[0]
     found = share(low, high)
-    # nan compares false: a batch without advantages keeps the first bounds.
+    # nan compares false, so a batch without advantages keeps the first bounds.
     while found < settings.target_share and _can_rise(low, settings.low):
         if _can_rise(high, settings.high):
             high += settings.high[2]

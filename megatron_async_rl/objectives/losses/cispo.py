@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): the importance weight is clipped, the gradient never is."""
+"""CISPO (MiniMax-M1, arXiv 2506.13585): clips the importance weight and never the gradient."""
 
 from __future__ import annotations
 

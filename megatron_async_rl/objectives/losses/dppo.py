@@ -1,8 +1,8 @@
-"""DPPO (arXiv 2602.04879): the trust region bounds a divergence instead of a ratio, of the token
-against all the others.
+"""DPPO (arXiv 2602.04879): the trust region bounds a divergence between two outcomes, the sampled
+token and all others, instead of a ratio.
 
-Both forms take the policies' probabilities of the sampled token only: their two-outcome (binary)
-total variation or KL.
+Both forms need only the policies' probabilities of the sampled token: the binary total variation or
+KL.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, Toke
 from megatron_async_rl.objectives.method import LossMethod
 
 SMALLEST_REST = 1e-8
-"""Least probability of "any other token" inside the KL divergence: keeps its logarithm finite."""
+"""Least probability of "any other token" in the KL divergence; keeps its logarithm finite."""
 
 
 def dppo_tv(batch: TokenBatch, settings: DppoTvLoss) -> TokenLoss:
@@ -39,7 +39,7 @@ def dppo_kl(batch: TokenBatch, settings: DppoKlLoss) -> TokenLoss:
         (1.0 - policy).clamp(min=SMALLEST_REST),
         (1.0 - behavior).clamp(min=SMALLEST_REST),
     )
-    # In float32 the log-probs' difference is more exact than the logarithm of a ratio.
+    # In float32 the difference of the log-probs is more exact than the logarithm of a ratio.
     divergence = (
         behavior * (batch.logp_behavior - batch.logp.detach())
         + rest_behavior * (rest_behavior / rest).log()
@@ -48,8 +48,8 @@ def dppo_kl(batch: TokenBatch, settings: DppoKlLoss) -> TokenLoss:
 
 
 def _probabilities(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Probabilities of the sampled tokens under pi and mu, [N] each, detached. Rounding may put
-    them above 1."""
+    """Return the probabilities of the sampled tokens under pi and mu, [N] each, detached. Rounding
+    may make them larger than 1."""
     policy, behavior = (
         logp.detach().clamp(max=LOG_RATIO_BOUND).exp() for logp in (batch.logp, batch.logp_behavior)
     )
@@ -57,9 +57,9 @@ def _probabilities(batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 def _masked(batch: TokenBatch, far: Tensor, moved: Tensor, cap: float) -> TokenLoss:
-    """far: [N] bool. moved: [N], its sign is the direction the policy has gone since the token was
-    sampled."""
-    # Only a step further away is masked; one back towards mu is not.
+    """Return the loss with far tokens masked. far: [N] bool. moved: [N]; its sign is the direction
+    in which the policy has moved since the token was sampled."""
+    # Only a step further away is masked, not one back towards mu.
     dropped = far & (moved * batch.advantages > 0)
     # Detached: the gradient flows through log pi alone.
     weight = batch.log_weight().detach().exp().clamp(max=cap)

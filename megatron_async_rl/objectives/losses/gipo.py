@@ -1,5 +1,5 @@
-"""GIPO (arXiv 2603.03955): a Gaussian trust weight on the log-ratio. Known to us from third-party
-copies only."""
+"""GIPO (arXiv 2603.03955): a Gaussian trust weight on the log-ratio. The implementation follows
+third-party copies of the method."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_async_rl.objectives.method import LossMethod
 def gipo(batch: TokenBatch, settings: GipoLoss) -> TokenLoss:
     """l = -sg(exp(-(log w / sigma)^2 / 2)) w A, w = pi / mu. [N] -> [N].
 
-    Default: sigma 1.0. Far tokens fade out on both sides and are cut nowhere, so nothing is
-    `clipped`.
+    Default: sigma 1.0. The weight of far tokens decreases smoothly on both sides and is never cut
+    to 0, so nothing is `clipped`.
     """
     log_weight = batch.log_weight()
     # Detached: the trust weight is not optimised.

@@ -1,5 +1,5 @@
-"""GMPO (arXiv 2507.20673): the geometric instead of the arithmetic mean of a sequence's token
-ratios."""
+"""GMPO (arXiv 2507.20673): the geometric mean of a sequence's token ratios instead of the
+arithmetic mean."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def gmpo(batch: TokenBatch, settings: GmpoLoss) -> SequenceLoss:
 
     r = pi / pi_prox; A is the mean of the sequence's advantages (all equal, with one reward per
     response). [N] -> [S]. Defaults: clip_low = clip_high = 0.4, bounds on the log-ratio. Each token
-    is clipped on one side only, the one on which a further step would count as improvement. A mean
-    above 20 is cut to it, and has no gradient.
+    is clipped only on the side on which a further step would count as improvement. A mean above 20
+    is clamped to 20, without a gradient.
     """
     log_ratio, advantages = batch.logp - batch.logp_prox, batch.advantages
     high = (advantages > 0) & (log_ratio > settings.clip_high)

@@ -9,7 +9,7 @@ from megatron_async_rl.objectives.losses.ppo_clip import clipped_surrogate
 from megatron_async_rl.objectives.method import LossMethod
 
 LARGEST_LOG = 10.0
-"""log s stops here; a sequence beyond it has no gradient."""
+"""Upper limit of log s; a sequence beyond it has no gradient."""
 
 
 def gspo(batch: TokenBatch, settings: GspoLoss) -> TokenLoss:
@@ -17,8 +17,8 @@ def gspo(batch: TokenBatch, settings: GspoLoss) -> TokenLoss:
     14 there).
 
     s = exp(mean_t log r_t) over the sequence's trained tokens, r = pi / pi_prox, log s at most 10.
-    [N] -> [N]. Defaults: clip_low 0.03, clip_high 0.04 (the paper's own, for data of nearly the
-    current policy, are 3e-4 and 4e-4).
+    [N] -> [N]. Defaults: clip_low 0.03, clip_high 0.04 (the paper's defaults, for nearly on-policy
+    data, are 3e-4 and 4e-4).
     """
     current = batch.logp.detach()
     log_s = batch.per_token(batch.sequence_mean(current - batch.logp_prox))

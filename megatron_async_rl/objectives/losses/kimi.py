@@ -11,7 +11,7 @@ from megatron_async_rl.objectives.method import LossMethod
 
 
 def decide_kimi(whole: TokenBatch, settings: KimiLoss) -> BatchDecision:
-    """R minus the mean reward of the group, [S]."""
+    """Return R minus the mean reward of the group, [S]."""
     return BatchDecision(sequences={"centred": whole.group_centred(whole.require("rewards"))})
 
 
@@ -19,9 +19,9 @@ def kimi(batch: TokenBatch, settings: KimiLoss) -> SequenceLoss:
     """l = (R - mean R - tau sum_t log r_t)^2, r = pi / pi_prox, summed over the whole sequence
     before squaring. [N] -> [S].
 
-    Default: tau 0.1 (the paper names none).
+    Default: tau 0.1 (the paper specifies none).
     """
-    # Summed before squaring: the regression is on the whole response.
+    # Summed before squaring, because the regression is on the whole response.
     log_ratio = batch.sequence_sum(batch.logp - batch.logp_prox)
     residual = batch.decided.sequences["centred"] - settings.tau * log_ratio
     residual = torch.where(batch.lengths() > 0, residual, 0.0)

@@ -3,12 +3,11 @@ optimizer-step batch.
 
 d = (log w)^2, w = pi / mu, over the candidates C: `harmful` tokens (A > 0 and w > 1, or A < 0 and w
 < 1), or `all` trained ones.
-    mask  (the paper's Algorithm 1) the largest d leave C until the mean of the others is
-          <= second_moment; l = -w A, 0 for those that left
-    cap   (what the authors' code runs) the water level c with mean over C of min(d, c^2) =
-          second_moment; PPO's clip of w to [e^-c, e^c]
-The means of a sorted list's prefixes only grow, so one sort decides exactly, for every micro-batch
-alike.
+    mask  (the paper's Algorithm 1) the largest d are removed from C until the mean of the others is
+    <= second_moment; l = -w A, 0 for the removed tokens cap   (the authors' code) the water level c
+    with mean over C of min(d, c^2) = second_moment; PPO's clip of w to [e^-c, e^c] The means of a
+    sorted list's prefixes only grow, so one sort gives an exact decision, equal for every
+    micro-batch.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from megatron_async_rl.objectives.method import LossMethod, columns
 
 
 def decide_m2po(whole: TokenBatch, settings: M2poLoss) -> BatchDecision:
-    """`keep`, [N] bool, in mode mask; `log_ratio_cap` in mode cap, where it is the largest |log w|
-    if nothing has to be capped.
+    """Return `keep`, [N] bool, in mode mask, or `log_ratio_cap` in mode cap; the cap is the largest
+    |log w| if nothing has to be capped.
 
-    `second_moment` is that of the candidates before anything was done. Without candidates nothing
-    is decided, and no number is logged.
+    The logged `second_moment` is that of the candidates before any change. Without candidates there
+    is no decision, and no number is logged.
     """
     log_weight = whole.logp - whole.logp_behavior
     candidate = whole.mask > 0
@@ -54,12 +53,12 @@ def decide_m2po(whole: TokenBatch, settings: M2poLoss) -> BatchDecision:
 
 
 def _water_level(ordered: Tensor, total: Tensor, target: float) -> float:
-    """c >= 0 with mean(min(d, c^2)) = target. ordered: [C] rising d. total: [C] their running
-    sums."""
+    """Return c >= 0 with mean(min(d, c^2)) = target. ordered: [C] rising d. total: [C] their
+    running sums."""
     count = len(ordered)
     if total[-1] <= count * target:
         return float(ordered[-1].sqrt())
-    # With the level at the i-th smallest d: those up to it count in full, the others as much as it.
+    # With the level at the i-th smallest d: smaller d count in full, the others as the level.
     filled = total + (count - torch.arange(1, count + 1, dtype=total.dtype)) * ordered
     below = int((filled <= count * target).sum())
     spent = float(total[below - 1]) if below else 0.0
@@ -68,13 +67,13 @@ def _water_level(ordered: Tensor, total: Tensor, target: float) -> float:
 
 def m2po(batch: TokenBatch, settings: M2poLoss) -> TokenLoss:
     """[N] -> [N], as above. Defaults: mode mask, candidates harmful, second_moment 0.04. `clipped`
-    marks the tokens that left, or that the cap cut."""
+    marks the tokens that were removed, or that the cap clipped."""
     weight = batch.log_weight().exp()
     scalars = batch.decided.scalars
     if settings.mode == "mask":
         keep = batch.decided.tokens["keep"]
         return TokenLoss(torch.where(keep, -weight * batch.advantages, 0.0), ~keep)
-    # A batch below the bound is left alone altogether: at its largest ratio, rounding would clip.
+    # A batch below the bound is not changed at all: at its largest ratio, rounding would clip.
     if (
         scalars.get("objective/second_moment", 0.0) <= settings.second_moment
     ):  # absent: no candidate

@@ -1,5 +1,5 @@
 """OAPL (arXiv 2602.19362): regression of the log-ratio to the lagged policy on the optimal
-advantage, no importance weight."""
+advantage, without an importance weight."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_async_rl.objectives.method import LossMethod
 
 
 def decide_oapl(whole: TokenBatch, settings: OaplLoss) -> BatchDecision:
-    """R - V of each sequence, [S], with V = beta_value log mean_k exp(R_k / beta_value) over the
-    group: the KL-regularised optimal value under the policy that sampled it. Equal rewards give
+    """Return R - V of each sequence, [S], with V = beta_value log mean_k exp(R_k / beta_value) over
+    the group: the KL-regularised optimal value under the policy that sampled it. Equal rewards give
     exactly 0.
     """
     rewards, group = whole.require("rewards"), whole.require("group")
-    # `max` of no elements raises.
+    # `max` of no elements would raise.
     if not len(group):
         return BatchDecision(sequences={"advantage": rewards})
     # Relative to the group's best, so that no exponential overflows.
@@ -40,7 +40,7 @@ def oapl(batch: TokenBatch, settings: OaplLoss) -> SequenceLoss:
     """
     log_ratio = batch.sequence_sum(batch.logp - batch.logp_behavior)
     residual = settings.beta_policy * log_ratio - batch.decided.sequences["advantage"]
-    # A sequence without trained tokens would regress its advantage on 0.
+    # Otherwise a sequence without trained tokens would regress its advantage on 0.
     residual = torch.where(batch.lengths() > 0, residual, 0.0)
     return SequenceLoss(residual.square(), torch.zeros_like(batch.mask, dtype=torch.bool))
 

@@ -1,6 +1,6 @@
-"""PPO's clipped surrogate (arXiv 1707.06347); separate bounds: DAPO (arXiv 2503.14476); dual clip:
-arXiv 1912.09729. Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298): staleness is clipped,
-the rest is importance weight."""
+"""PPO's clipped surrogate (arXiv 1707.06347), with the separate bounds of DAPO (arXiv 2503.14476)
+and a dual clip (arXiv 1912.09729). Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298) clips
+against the proximal policy and weights by its ratio to the behaviour policy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def ppo_clip(batch: TokenBatch, settings: ClipBounds) -> TokenLoss:
     """l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = pi / pi_prox; where A < 0, at
     most -A dual_clip.
 
-    [N] -> [N]. Defaults: clip_low = clip_high = 0.2, dual_clip off. `clipped` marks the tokens on
-    which the constant side won, whose gradient is 0.
+    [N] -> [N]. Defaults: clip_low = clip_high = 0.2, dual_clip off. `clipped` marks the tokens for
+    which the constant side is larger, whose gradient is 0.
     """
     found = clipped_surrogate(
         batch.advantages, batch.log_ratio().exp(), 1.0 - settings.clip_low, 1.0 + settings.clip_high
@@ -47,11 +47,11 @@ def decoupled_ppo(batch: TokenBatch, settings: DecoupledPpoLoss) -> TokenLoss:
 
 
 def clipped_surrogate(advantages: Tensor, ratio: Tensor, low: float, high: float) -> TokenLoss:
-    """max(-A ratio, -A clip(ratio, low, high)), each [N]; every loss that clips as PPO does goes
-    through here."""
+    """Return max(-A ratio, -A clip(ratio, low, high)), each [N]. Every loss that clips like PPO
+    uses this function."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(low, high)
-    # `clipped` only where the constant side won, whose gradient is 0.
+    # `clipped` marks only tokens for which the constant side is larger, whose gradient is 0.
     return TokenLoss(torch.maximum(plain, bounded), bounded > plain)
 
 

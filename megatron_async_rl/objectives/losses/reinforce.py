@@ -10,7 +10,7 @@ from megatron_async_rl.objectives.method import LossMethod
 
 
 def reinforce(batch: TokenBatch, settings: ReinforceLoss) -> TokenLoss:
-    """l = -A log pi. [N] -> [N]; no ratio, so off-policy data is not corrected for."""
+    """l = -A log pi. [N] -> [N]; without a ratio, so off-policy data is not corrected."""
     return TokenLoss(-batch.advantages * batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool))
 
 

@@ -13,8 +13,8 @@ def sapo(batch: TokenBatch, settings: SapoLoss) -> TokenLoss:
     """l = -A (4 / tau) sigmoid(tau (r - 1)), r = pi / pi_prox, tau = tau_pos where A > 0, tau_neg
     otherwise. [N] -> [N].
 
-    Defaults: tau_pos 1.0, tau_neg 1.05. At r = 1 the gradient is the policy gradient, -A; away from
-    it, it fades out and is cut nowhere, so nothing is `clipped`.
+    Defaults: tau_pos 1.0, tau_neg 1.05. At r = 1 the gradient is the policy gradient, -A. Away from
+    1 it decreases smoothly and is never cut to 0, so nothing is `clipped`.
     """
     advantages, ratio = batch.advantages, batch.log_ratio().exp()
     gain, loss = (

@@ -10,7 +10,7 @@ from megatron_async_rl.objectives.method import LossMethod
 
 
 def sft(batch: TokenBatch, settings: SftLoss) -> TokenLoss:
-    """l = -log pi. [N] -> [N]; a sample's own weight comes in through `batch.weights`, as for every
+    """l = -log pi. [N] -> [N]; a sample's own weight is part of `batch.weights`, as for every
     loss."""
     return TokenLoss(-batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool))
 

@@ -11,8 +11,8 @@ from megatron_async_rl.objectives.method import LossMethod, columns
 
 
 def decide_trajectory_balance(whole: TokenBatch, settings: TrajectoryBalanceLoss) -> BatchDecision:
-    """log Z of each sequence's prompt, [S]: the mean over the group's responses of sum_t (log
-    pi_ref - log pi) + R / beta."""
+    """Return log Z of each sequence's prompt, [S]: the mean over the group's responses of sum_t
+    (log pi_ref - log pi) + R / beta."""
     log_ratio = whole.sequence_sum(whole.logp - whole.require("logp_ref"))
     # Estimated once per batch, without gradient (VarGrad).
     log_z = whole.group_mean(whole.require("rewards") / settings.beta - log_ratio)
@@ -24,7 +24,7 @@ def trajectory_balance(batch: TokenBatch, settings: TrajectoryBalanceLoss) -> Se
     """l = (log Z + sum_t (log pi - log pi_ref) - R / beta)^2, summed over the whole sequence before
     squaring. [N] -> [S].
 
-    log Z comes from the whole batch and carries no gradient. Its minimum is pi proportional to
+    log Z comes from the whole batch and carries no gradient. The minimum is at pi proportional to
     pi_ref exp(R / beta). Default: beta 0.05, the reward that weighs as much as one nat.
     """
     log_ratio = batch.sequence_sum(batch.logp - batch.require("logp_ref"))

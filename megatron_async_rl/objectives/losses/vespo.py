@@ -15,10 +15,10 @@ def vespo(batch: TokenBatch, settings: VespoLoss) -> TokenLoss:
     +-20). [N] -> [N].
 
     r = pi / pi_prox. (k, lambda) = (k_pos, lambda_pos) = (2, 3) where A > 0, else (k_neg,
-    lambda_neg) = (3, 2). phi(1) = 1; it is largest at W = k / lambda and falls to 0 on both sides
-    of it, cut nowhere, so nothing is `clipped`.
+    lambda_neg) = (3, 2). phi(1) = 1; phi is largest at W = k / lambda and falls towards 0 on both
+    sides without a cut, so nothing is `clipped`.
     """
-    # Detached: the kernel weighs the gradient and has none.
+    # Detached: the kernel weights the gradient and has none itself.
     log_w = batch.sequence_sum(batch.logp.detach() - batch.logp_prox).clamp(
         -LOG_RATIO_BOUND, LOG_RATIO_BOUND
     )
