@@ -9,10 +9,8 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +41,7 @@ PROCESSES = (
 )
 """Overrides of the run over several machines."""
 AT_A_TIME = 3
-"""Runs; most of their time is imports and waiting."""
+"""Runs of test_ways_to_run.py; most of their time is imports and waiting."""
 RESULT_S = 1500
 LOOP_STEPS = 40
 SYNCHRONOUS_STEPS = 5
@@ -117,12 +115,16 @@ def held_out(workspace: Workspace) -> Path:
 
 @pytest.fixture(scope="session")
 def interrupted(
-    workspace: Workspace, tmp_path_factory: pytest.TempPathFactory
+    workspace: Workspace,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> dict[str, object]:
     """A run at async_ratio 2 with a reward that fails now and then and one of whole groups, stopped
     by Ctrl-C on the way and started again with an engine that only evaluates, where that can be on
     a machine whose name nothing knows, and with a TMPDIR longer than the path of a socket may be.
     """
+    if "test_fleet" in {item.path.stem for item in request.session.items}:
+        request.getfixturevalue("fleet_run")  # begins
     config = workspace.config(
         "loop",
         run={"dir": "runs/loop", "steps": LOOP_STEPS},
@@ -204,23 +206,21 @@ def converted(workspace: Workspace, interrupted: dict[str, object]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def runs(
-    workspace: Workspace, converted: Path, request: pytest.FixtureRequest
-) -> dict[str, Future[Any]]:
-    """Runs of test_fleet.py and test_ways_to_run.py, where these are tested, at the same time: they
-    wait for each other's watchdogs. That of the fleet waits longest, so it comes first."""
-    tested = {item.path.stem for item in request.session.items}
-    begun: dict[str, Callable[[], Any]] = {}
-    if "test_fleet" in tested:
-        begun["fleet"] = partial(fleet.trouble, workspace)
-    if "test_ways_to_run" in tested:
-        begun |= {name: partial(ways.run, workspace, name) for name in ways.WAYS}
-    pool, futures = ThreadPoolExecutor(AT_A_TIME), {}
-    for name, start in begun.items():
-        futures[name] = pool.submit(start)
+def fleet_run(workspace: Workspace) -> Future[dict[str, object]]:
+    """Run of test_fleet.py. It mostly waits for engines that do not answer, so other runs continue
+    next to it."""
+    return ThreadPoolExecutor(1).submit(fleet.trouble, workspace)
+
+
+@pytest.fixture(scope="session")
+def runs(workspace: Workspace, converted: Path) -> dict[str, Future[ways.Ended]]:
+    """Runs of test_ways_to_run.py."""
+    pool, begun = ThreadPoolExecutor(AT_A_TIME), {}
+    for name in ways.WAYS:
+        begun[name] = pool.submit(ways.run, workspace, name)
         # Not all import at once.
         time.sleep(2.0)
-    return futures
+    return begun
 
 
 @dataclass

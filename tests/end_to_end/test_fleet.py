@@ -6,7 +6,6 @@ import json
 import re
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,9 +15,8 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def troubled(runs: dict[str, Future[Any]]) -> dict[str, object]:
-    found: dict[str, object] = runs["fleet"].result(RESULT_S)
-    return found
+def troubled(fleet_run: Future[dict[str, object]]) -> dict[str, object]:
+    return fleet_run.result(RESULT_S)
 
 
 def test_the_loss_of_the_last_engine_ends_the_run_with_its_name_and_nothing_left_running(

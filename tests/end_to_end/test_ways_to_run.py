@@ -21,21 +21,18 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.faults, pytest.mark.slow]
 
 
 @pytest.fixture
-def exact(runs: dict[str, Future[Any]]) -> Ended:
-    ended: Ended = runs["exact"].result(RESULT_S)
-    return ended
+def exact(runs: dict[str, Future[Ended]]) -> Ended:
+    return runs["exact"].result(RESULT_S)
 
 
 @pytest.fixture
-def window(runs: dict[str, Future[Any]]) -> Ended:
-    ended: Ended = runs["window"].result(RESULT_S)
-    return ended
+def window(runs: dict[str, Future[Ended]]) -> Ended:
+    return runs["window"].result(RESULT_S)
 
 
 @pytest.fixture
-def replay(runs: dict[str, Future[Any]]) -> Ended:
-    ended: Ended = runs["replay"].result(RESULT_S)
-    return ended
+def replay(runs: dict[str, Future[Ended]]) -> Ended:
+    return runs["replay"].result(RESULT_S)
 
 
 def lags(row: dict[str, Any]) -> list[int]:
@@ -149,10 +146,10 @@ def test_replay_trains_on_stored_responses_of_any_age(replay: Ended) -> None:
     ("way", "name"), [("window", "rank 0"), pytest.param("exact", "controller", marks=thorough)]
 )
 def test_a_stopped_process_ends_the_run_and_is_named(
-    runs: dict[str, Future[Any]], way: str, name: str
+    runs: dict[str, Future[Ended]], way: str, name: str
 ) -> None:
     """Others are stopped in test_fleet.py (an engine's processes) and tests/network (a rank)."""
-    ended: Ended = runs[way].result(RESULT_S)
+    ended = runs[way].result(RESULT_S)
     assert ended.code == 1
     assert f"{name} (pid {ended.pid}) is stopped" in ended.said, ended.said
     assert " waits for " in ended.said

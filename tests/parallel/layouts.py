@@ -100,10 +100,11 @@ GRADIENT_LAYOUTS = chosen(
 """Two dimensions at a time: what decides where a gradient is counted. `objective_program` measures
 the gradient alone on these. Those named `expert...` run the model with experts.
 
-The gate keeps four. Each part of `GradientShard.counted` decides on at least one of them
-(`rules_of` in test_gradient_view.py): tied embeddings, context replicas and data replicas of a
-replicated optimizer on the first; replicas of experts on the second; tensor-parallel copies with a
-distributed optimizer on the third; and tied embeddings, copies and experts on the last.
+The gate keeps four, the last in place of `expert_tensor`. Each part of `GradientShard.counted`
+decides on at least one of them (`rules_of` in test_gradient_view.py): tied embeddings, context
+replicas and data replicas of a replicated optimizer on the first; replicas of experts on the
+second; tensor-parallel copies with a distributed optimizer on the third; and tied embeddings,
+copies and experts on the last.
 """
 
 
@@ -133,7 +134,8 @@ OFFERED = {
         "context",
     ),
     "objective_program": chosen(
-        ALL_LAYOUTS, *(name for name in ALL_LAYOUTS if name not in ("tensor", "pipeline"))
+        ALL_LAYOUTS,
+        *(name for name in ALL_LAYOUTS if name not in ("tensor", "pipeline", "expert_tensor")),
     )
     | GRADIENT_LAYOUTS,
     "displacement_program": chosen(

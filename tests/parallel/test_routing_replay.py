@@ -15,6 +15,7 @@ from megatron_async_rl.policy.routing_replay import RoutingReplay
 from tests.parallel import layouts
 from tests.parallel.objective_program import REPLAYS
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
+from tests.thorough import thorough
 from tests.train_batches import samples_in
 
 pytestmark = pytest.mark.parallel
@@ -133,7 +134,14 @@ def test_a_step_on_the_routers_own_choice_is_the_step_without_replay():
         assert torch.equal(given["weights"][name], tensor), name
 
 
-@pytest.mark.parametrize("layout", ["mixture_single", "expert_tensor", "expert_tensor_pipeline"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "mixture_single",
+        pytest.param("expert_tensor", marks=thorough),
+        "expert_tensor_pipeline",
+    ],
+)
 def test_padding_counts_in_no_loss_on_the_use_of_experts(layout):
     """Packed rows have none but what fills the row up; without these losses the gradient is
     another."""

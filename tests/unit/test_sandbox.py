@@ -35,6 +35,7 @@ from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.watchdog.run_folder import LOCK, VARIABLE
 from tests.cases import looped
+from tests.thorough import thorough
 
 
 @functools.cache
@@ -967,7 +968,10 @@ def test_a_late_test_is_wrong_when_the_earlier_ones_had_the_time() -> None:
     budget.require_fair()
 
 
-@pytest.mark.parametrize(("source", "tests"), [(BURN, STDIN), (f"def f(x):\n  {BURN}", ASSERTS)])
+@pytest.mark.parametrize(
+    ("source", "tests"),
+    [(BURN, STDIN), pytest.param(f"def f(x):\n  {BURN}", ASSERTS, marks=thorough)],
+)
 def test_code_that_was_starved_is_no_answer(
     source: str, tests: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

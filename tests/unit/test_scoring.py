@@ -35,9 +35,14 @@ from megatron_async_rl.rollout.scoring import (
 )
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.rows import SampleRow
+from tests.thorough import thorough
 from tests.train_batches import make_sample, row
 
 BACKTRACKS = "a" * 40 + "b"
+BOTH_LOOPS = pytest.mark.parametrize(
+    "new_loop", [pytest.param(asyncio.new_event_loop, marks=thorough), uvloop.new_event_loop]
+)
+"""Event loops of these tests: Ray's actors run on uvloop. The other tests run on asyncio's own."""
 
 REWARDS = """
 import ctypes, os, re, subprocess, sys, time
@@ -193,7 +198,7 @@ def config(module: str, **settings: Any) -> RewardConfig:
     return RewardConfig(name=f"{module}:score", **settings)
 
 
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@BOTH_LOOPS
 def test_a_regex_that_backtracks_for_ever_costs_its_response_alone(
     module: str, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
@@ -308,7 +313,7 @@ def test_what_a_reward_started_is_killed_when_its_process_ended_by_itself(
     assert psutil.wait_procs(children, timeout=600)[1] == []
 
 
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@BOTH_LOOPS
 def test_a_daemon_that_a_reward_left_behind_ends_with_its_process(
     module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
@@ -337,7 +342,7 @@ def test_a_daemon_that_a_reward_left_behind_ends_with_its_process(
     assert psutil.wait_procs(daemons, timeout=60)[1] == []
 
 
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@BOTH_LOOPS
 def test_a_process_without_its_socket_is_replaced(
     module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
@@ -374,7 +379,7 @@ def test_a_child_that_comes_back_from_the_reward_scores_nothing(module: str) -> 
     assert scored_by(settings, work) == [Scored(reward=0.0)] * 20
 
 
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@BOTH_LOOPS
 def test_a_reply_that_came_while_the_event_loop_was_busy_is_in_time(
     module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
