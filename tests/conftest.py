@@ -6,7 +6,8 @@ A worker runs whole files, in the order of `testpaths`, so that the setup of a f
 that share results stay together. Whole runs (tests/end_to_end, tests/network) go to one worker,
 from the beginning: they wait a lot, for imports, for each other's processes and for watchdogs, so
 they leave a core to other tests; two of them at a time would not, and could miss their deadlines.
-Beside them run the unit tests, which are one process; tests that start engines and ranks come last.
+The unit tests, which are one process, run at the same time. Tests that start engines and ranks come
+last.
 """
 
 from __future__ import annotations

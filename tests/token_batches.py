@@ -83,8 +83,8 @@ def tokens(
 
 
 def rewarded(rewards, *, group=None, lengths=None, mask=None) -> TokenBatch:
-    """Return a whole batch of which only rewards, groups and lengths matter; one group and one
-    token each by default."""
+    """Return a whole batch with these rewards, groups and lengths, and trivial values elsewhere; one
+    group and one token each by default."""
     lengths = torch.as_tensor(lengths if lengths is not None else [1] * len(rewards))
     sequence = torch.repeat_interleave(torch.arange(len(rewards)), lengths)
     group = group if group is not None else [0] * len(rewards)
