@@ -83,7 +83,7 @@ def tokens(
 
 
 def rewarded(rewards, *, group=None, lengths=None, mask=None) -> TokenBatch:
-    """Return a whole batch with these rewards, groups and lengths, and trivial values elsewhere; one
+    """Return a whole batch with these rewards, groups and lengths and trivial other values; one
     group and one token each by default."""
     lengths = torch.as_tensor(lengths if lengths is not None else [1] * len(rewards))
     sequence = torch.repeat_interleave(torch.arange(len(rewards)), lengths)
