@@ -69,8 +69,8 @@ def block_elements(device: torch.device) -> int:
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors, of equal size, cut alike into flat views short enough to be worked on in one
-    go."""
+    """The tensors, of equal size, cut in the same way into flat views small enough to be
+    processed at once."""
     size = block_elements(tensors[0].device)
     yield from zip(*(tensor.reshape(-1).split(size) for tensor in tensors), strict=True)
 

@@ -84,7 +84,7 @@ def fp8_conflicts(config: Config) -> Iterator[str]:
     # Megatron quantises primary weights from the optimizer's float32 shards.
     if not policy.parallel.distributed_optimizer:
         yield (
-            "policy.fp8.primary_weights needs the distributed optimizer, which alone makes 8-bit"
+            "policy.fp8.primary_weights needs the distributed optimizer, which alone makes FP8"
             " weights from float32 ones; set policy.parallel.distributed_optimizer: true, or"
             " primary_weights: false"
         )

@@ -1,8 +1,8 @@
 """Checks of a finished configuration. `validated` makes one and runs all of them.
 
 Each conflict states the combination, the reason, and the fix. The facts about each method are class
-attributes of its settings model, so a new method brings its own. Sections of the schema know
-nothing of each other; they are combined here and in the other files of rules.
+attributes of its settings model, so a new method brings its own. Sections of the schema do
+not depend on each other; they are combined here and in the other files of rules.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class Requests:
         has, or is gone."""
         self._abort(slot, slot.held.values())
         with (
-            watch.doing("wait", f"{slot.name} to give its requests back", timeout_s),
+            watch.doing("wait", f"{slot.name} to return its requests", timeout_s),
             suppress(TimeoutError),
         ):
             await asyncio.wait_for(
@@ -241,7 +241,7 @@ class Requests:
         for index, requests in self._lanes.place(slots).items():
             engine = slots[index].engine
             assert engine is not None
-            self._engines.send(slots[index], partial(engine.submit, requests), "take requests")
+            self._engines.send(slots[index], partial(engine.submit, requests), "accept requests")
 
     def _ask_again(self, pending: PendingRequest, aborted: Aborted) -> None:
         if pending.answer is not None:

@@ -196,7 +196,7 @@ class Estimate:
         relayed = f", send {_s(self.relayed_s)}" if self.relayed_s is not None else ""
         rates = f"{chip.bfloat16 / 1e12:.0f} TFLOP/s in bfloat16"
         if self.fp8 and chip.fp8 is not None:
-            rates += f", {chip.fp8 / 1e12:.0f} in 8 bits"
+            rates += f", {chip.fp8 / 1e12:.0f} in FP8"
         to_others = f", {self.sending}" if self.sending else ""
         copied = f"{COPY_RATE / 1e9:g} GB/s between a GPU and shared memory"
         if self.ipc:
@@ -227,7 +227,7 @@ def estimate(
     rollout = config.rollout
     # Each reason for not knowing is a text, which the screen shows instead of numbers.
     if device == "cpu":
-        return "not known: no speed is assumed for a CPU; take the rates of a run (--from RUN)"
+        return "not known: no speed is assumed for a CPU; use the rates of a run (--from RUN)"
     if shape is None or batch is None or rollout is None:
         return "not known: only for runs with engines"
     chip = chip_of(machine)

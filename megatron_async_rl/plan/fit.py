@@ -250,7 +250,7 @@ def _fix(
             if then[phase].has != needs[phase].has:
                 left += f" of {gib(then[phase].has)}"
             helpful.append((then[phase].beyond, f"{key}: {shown} ({left})"))
-    larger = "take GPUs with more memory, or more of them for policy.parallel.ranks"
+    larger = "use GPUs with more memory, or more of them for policy.parallel.ranks"
     if not helpful:
         return larger
     named = ", ".join(text for _, text in sorted(helpful)[:KEYS_SHOWN])
@@ -352,7 +352,7 @@ def memory_ran_out(
         for key, value in _changes(config, phase, share - LESS if share > LESS else None)
         if _value(config, key) != value and with_value(config, key, value) is not None
     ]
-    larger = "take devices with more memory"
+    larger = "use devices with more memory"
     fix = f"set one or several of {', '.join(named)}, or {larger}" if named else larger
     message = " ".join(described(error).splitlines()[:LINES_SHOWN])
     return DeviceMemoryOut(message, phase, held(), fix)

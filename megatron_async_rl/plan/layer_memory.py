@@ -193,8 +193,8 @@ def _input_bytes(lora: LoraConfig | None, own: int, *matrices: Target, on_gpu: b
 
 
 ORIENTATIONS = 2
-"""Copies of a weight in 8 bits, one as it lies and one transposed: Hopper multiplies in one
-orientation alone, and blocks have scales of their own in each."""
+"""Copies of an FP8 weight, one in its own orientation and one transposed: Hopper multiplies in only
+one orientation, and blocks have different scales in each."""
 BFLOAT16 = 2
 """Bytes."""
 SCALE_BYTES = {"tensorwise": 0.0, "delayed": 0.0, "blockwise": 4 / 128**2, "mxfp8": 1 / 32}
@@ -240,7 +240,7 @@ def weight_bytes(fp8: Fp8Config) -> float:
 def fp8_copies(config: Config, shape: ModelShape, *, stage: int, in_flight: int) -> int:
     """Bytes that FP8 weights add on a rank of the stage to those in bfloat16, or take off.
 
-    Primary weights take the place of bfloat16 ones. Others are made in each forward pass and kept
+    Primary weights replace bfloat16 ones. Others are made in each forward pass and kept
     until its backward pass: for every layer in flight once (`in_flight`: layers that hold a
     micro-batch's activations, summed over micro-batches), with recompute: full for one layer.
     """

@@ -196,7 +196,7 @@ def engine_room(config: Config, gpus: int) -> int:
 
 def gpus_wanted(config: Config, machine: Machine, node: int = 0) -> int:
     """GPUs of machine number `node` that its ranks take, from the first, and engines after them,
-    but for engines that may be anywhere."""
+    except engines that may be anywhere."""
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     if rollout is None or node > 0 or engines_elsewhere(config, machine):
         return ranks

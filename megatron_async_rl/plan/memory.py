@@ -1,7 +1,7 @@
 """Bytes each trainer rank and each engine needs, by arithmetic on the model's sizes.
 
 Weights, gradients, optimizer state and KV cache are exact up to padding; activations are counted in
-layer_memory.py. With policy.fp8 weights count twice, as they lie and transposed.
+layer_memory.py. With policy.fp8 weights count twice, in both orientations.
 
 What CUDA processes take besides tensors is estimated from the libraries' documentation and sources
 and from reports of their users; this project has not measured it. By vLLM's source, an engine's
@@ -183,7 +183,7 @@ def rank_memory(
         * LOGIT_COPIES
     )
     if config.policy.recompute == "full":
-        # They are gone before the first layer is made again, which takes their place.
+        # They are freed before the first layer is recomputed, which reuses their memory.
         remade = layer_activations(config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
         chunk = max(0, chunk - remade)
     head = 0

@@ -125,7 +125,7 @@ def calibrate(runs: Sequence[Path], cores: int | None) -> RunCalibration:
 
 def _lacks(run: Path, what: str) -> UserError:
     fix = "name a run with samples.keep_mib above 0, after some dozen steps"
-    return UserError.of("--from", f"{run} holds {what}: too little to take rates from", fix)
+    return UserError.of("--from", f"{run} holds {what}: too little to derive rates", fix)
 
 
 class _RunLog:
@@ -351,7 +351,7 @@ def _pieces(log: _RunLog, engine: int, spans: Sequence[Span]) -> Measurements:
     seconds, beside, steps, tokens = (np.diff(until(cuts, one)) for one in sums)
     place = np.minimum(np.searchsorted(cuts, begun, side="right") - 1, len(cuts) - 2)
     own = until(np.minimum(ended, cuts[place + 1]), busy) - until(begun, busy)
-    # What is there from a piece's beginning to its end has made a token in each step.
+    # A response that spans a whole piece has made a token in each step.
     np.maximum.at(steps, place, rate * own)
     begin = np.bincount(place, minlength=len(steps)).astype(np.float64)
     return np.stack([seconds, beside, steps, tokens, begin])[:, seconds > 1e-4]

@@ -246,11 +246,11 @@ def predict_from_hardware(
     # No data sheet states how fast a CPU runs these models.
     if config.policy.device == "cpu":
         what = "cpu, and no speed is assumed for a CPU"
-        raise UserError.of("policy.device", what, "name a run whose rates to take: --from RUN")
+        raise UserError.of("policy.device", what, "name a run whose rates to use: --from RUN")
     shape, problems = read_model(config.model.path)
     if shape is None:
         raise UserError(str(config.model.path), problems)
-    _print(console, f"assumed, nothing of it measured: {hardware}")
+    _print(console, f"assumed, not measured: {hardware}")
 
     def trial(config: Config) -> Trial:
         require_plan(config, shape, hardware)

@@ -88,7 +88,7 @@ def simulate(
     """`steps`: that count, after as many as it takes to run in. `barrier`: nothing is asked before
     all that was asked is answered, as in frameworks that request a batch at a time."""
     if isinstance(flow.selection, Replay):
-        # What trains out of the store takes the place of a batch that was sampled nevertheless.
+        # A batch from the store replaces a batch that was sampled nevertheless.
         flow = flow.model_copy(update={"selection": OldestFirst()})
     # Without an end: the end of admission in a run's last steps does not count for its pace.
     run = _SimulatedRun(

@@ -138,7 +138,7 @@ class WeightAgent:
                 if fruitless == ATTEMPTS:
                     raise RelayFailed(
                         f"bucket {number} of version {version} stopped at byte {at} of {ref.size}:"
-                        f" {ATTEMPTS} connections to {self._address} brought nothing, the last"
+                        f" {ATTEMPTS} connections to {self._address} received nothing, the last"
                         f" within {limit_s:g} s: {error}"
                     ) from error
                 time.sleep(RETRY_S * 2**fruitless)

@@ -262,7 +262,7 @@ def test_a_missing_gradient_moment_or_master_is_refused(device, dtype):
         assert "decoupled_grad" in said["gradient"]
         assert "decoupled_grad" in said["update"]
         assert "holds it as torch.float16" in said["moment"]
-        assert "exp_avg_sq in float32 or bfloat16 is wanted" in said["saved"]
+        assert "exp_avg_sq in float32 or bfloat16 is needed" in said["saved"]
         assert "no float32 master" in said["master"]
 
 

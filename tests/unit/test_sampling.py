@@ -98,7 +98,7 @@ def test_what_renormalises_does_not_go_with_log_probs_taken_for_the_trainers(
     knob = f"rollout.sampling.{name}={value}"
     said = refusal(file, knob)
     assert f"rollout.sampling.{name}" in said
-    assert "objective.proximal: behavior takes the engines' log-probs for the trainer's" in said
+    assert "objective.proximal: behavior treats the engines' log-probs as the trainer's" in said
     config = loaded(file, knob, *RECOMPUTE)
     (told,) = sampling_warnings(config)
     assert name in told
