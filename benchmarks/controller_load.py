@@ -178,13 +178,20 @@ def spec_of(in_flight: int, arguments: argparse.Namespace) -> ControllerSpec:
             seed=0,
             device="cpu",
             log_dir=Path(),
+            transport="shared_memory",
             first_version=-1,
         )
         for index in range(arguments.engines)
     ]
     fleet = FleetSettings(capacity=capacity_of(in_flight, arguments), max_paused=1.0)
     return ControllerSpec(
-        flow=flow_of(in_flight, arguments), engines=engines, fleet=fleet, timeout_s=60.0
+        flow=flow_of(in_flight, arguments),
+        engines=engines,
+        fleet=fleet,
+        timeout_s=60.0,
+        steps=None,
+        fresh_steps=0,
+        seed=0,
     )
 
 

@@ -120,6 +120,7 @@ def spec(logs: Path) -> Any:
         seed=1,
         device="cpu",
         log_dir=logs,
+        transport="shared_memory",
     )
 
 
@@ -218,6 +219,8 @@ async def parts(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
                     engines=[engine.spec],
                     fleet=FleetSettings(capacity=64),
                     steps=steps,
+                    fresh_steps=0,
+                    seed=0,
                     run_dir=run,
                 ),
                 launch,

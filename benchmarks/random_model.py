@@ -157,6 +157,7 @@ def spec(model: Path, dtype: str, logs: Path) -> Any:
         seed=0,
         device="cpu",
         log_dir=logs,
+        transport="shared_memory",
     )
 
 

@@ -77,6 +77,7 @@ async def measure(args: argparse.Namespace, logs: Path) -> dict[str, float]:
         seed=1,
         device="cpu",
         log_dir=logs,
+        transport="shared_memory",
     )
     tokenizer = load_tokenizer(args.model)
     sampling = {None: sampling_parameters(spec.rollout.sampling, tokenizer.eos_ids)}

@@ -49,6 +49,7 @@ def spec(args: argparse.Namespace, logs: Path) -> Any:
         seed=1,
         device="cpu",
         log_dir=logs,
+        transport="shared_memory",
         first_version=0,
     )
 

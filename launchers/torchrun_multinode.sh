@@ -102,8 +102,8 @@ trap 'exit 129' HUP
 if ((NODE_RANK >= TRAINER_NODES)); then
   # Rollout node: serves the head node's Ray while it runs, and the next one if Ray returns.
   # Remove the files of killed engines, which otherwise only the next engine would remove.
-  trap 'clean_up; python -m megatron_async_rl.weights.stale_files || true' EXIT
-  python -m megatron_async_rl.weights.stale_files || true
+  trap 'clean_up; python -m megatron_async_rl.watchdog.run_folder || true' EXIT
+  python -m megatron_async_rl.watchdog.run_folder || true
   make_folder
   within=$START_S found="" lost=0 address="" said=""
   while :; do

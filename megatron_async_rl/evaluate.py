@@ -32,6 +32,7 @@ from megatron_async_rl.config.problem import ConfigError, Problem, number_of
 from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import DEFAULT_CARRIER
 from megatron_async_rl.data import DataError
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.flow.evaluation import (
@@ -42,7 +43,6 @@ from megatron_async_rl.flow.evaluation import (
     read_held_out,
 )
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
-from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.flow.router import Listener
 from megatron_async_rl.plan.layout import Device, device_of
 from megatron_async_rl.plan.layout_problems import head_size_problems
@@ -60,9 +60,9 @@ from megatron_async_rl.policy.digested_folder import files_of, require_export
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer, tool_schemas
-from megatron_async_rl.rollout.environments.chat import follow_ups
+from megatron_async_rl.rollout.environments.transcript import follow_ups
 from megatron_async_rl.rollout.rewards.registry import RewardError
-from megatron_async_rl.rollout.scoring import require_rewards, reward_fields
+from megatron_async_rl.rollout.scoring import GroupRewards, require_rewards, reward_fields
 from megatron_async_rl.rollout.spec import EngineSpec
 
 STOP_ENGINES_S = 15.0
@@ -349,6 +349,8 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
             chat_template_options=job.data.chat_template_options,
             tools=tool_schemas(rollout.environment),
             first_version=job.target.version,
+            # No new weights arrive; the default carrier keeps the engines on this machine.
+            transport=DEFAULT_CARRIER,
         )
         for index in range(rollout.engines)
     ]

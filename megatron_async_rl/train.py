@@ -30,12 +30,12 @@ from megatron_async_rl.policy.model import DTYPES
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.events import failure_of, record_failure
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.watchdog.processes import collect_rarely
 from megatron_async_rl.watchdog.run_folder import name_shared_memory
 from megatron_async_rl.watchdog.stall import gather_if_timed_out
+from megatron_async_rl.watchdog.watch import name_this_process
 from megatron_async_rl.weights.convert import export_adapter, export_hf
 from megatron_async_rl.weights.export import WeightExporter
 

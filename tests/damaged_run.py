@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_async_rl.config.load import dump, load
-from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.settings_model import code_digests
 from megatron_async_rl.metrics.log import digest_of_step
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, RECORD_FILE
 from megatron_async_rl.policy.digested_folder import DIGESTS, StoredFile, described
-from megatron_async_rl.samples.log_mark import read_mark
+from megatron_async_rl.samples.frames import read_mark
 from tests.logged_samples import logged_run
 from tests.written_run import write_run
 

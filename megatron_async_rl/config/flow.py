@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 
 from megatron_async_rl.config.settings_model import Strict, bare_name
 
-# Settings only: flow/selection.py has the rules.
+# Settings only: flow/scheduler.py has the rules.
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 

@@ -6,7 +6,7 @@ With g the reduced gradient before clipping, u the direction of the reference, a
     c <= c_low            keep                  (every negative c too: one-sided)
     c_low < c <= c_high   project
     c > c_high            skip                  after max_consecutive_skips of them, project instead
-    not yet calibrated    keep                  (`calibrate`: see calibration.py)
+    not yet calibrated    keep                  (`calibrate`: see CosineCalibration)
 
 If c is 1 within rounding, the remainder of g orthogonal to u is rounding, too: the projection is
 then to zero whatever the target, which a metric reports. An anomalous gradient (policy/anomaly.py)
@@ -26,25 +26,79 @@ when the reference was written (in float32; in other dtypes it is computed with 
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
-from megatron_async_rl.config.controls import AlignmentSettings
-from megatron_async_rl.controls.calibration import CosineCalibration
+from megatron_async_rl.config.controls import AlignmentSettings, CalibrateConfig
 from megatron_async_rl.controls.decision import Control, Decision, StepView
 from megatron_async_rl.controls.reference import GradientReference, ReferenceCopies, copies_for
 from megatron_async_rl.gradients import Gradients, products_with, squared_norm
+
+log = logging.getLogger(__name__)
+
+BOUND = 0.999
+"""Bound of a calibrated threshold: at 1 there is nothing to project to."""
 
 KEEP, PROJECT, SKIP = 0, 1, 2
 """Values of the metric `gac/regime`."""
 PARALLEL = 2.0**-20
 """Cosines are exact to about 1e-6 (1e-7 from the products, the rest from the gradient's own
 rounding): for a smaller 1 - c, the direction of the remainder is noise."""
+
+
+class CosineCalibration:
+    """GAC's lower threshold, taken from the run itself: a quantile of the cosines that fresh data
+    shows. `threshold`: null until there is one; then it does not change.
+
+    Fresh: the batch of this step and the batch of the reference were sampled by the weights they
+    trained (lag 0). A run with calibration trains synchronously for its first `steps` + 1 steps
+    (flow/staleness.py); the first step has no cosine. If some of those steps have none either (a
+    gradient that is not finite, an empty batch), the first stale step takes the quantile of the
+    cosines there are, provided they are at least half; with fewer, calibration waits for more fresh
+    steps.
+    """
+
+    def __init__(self, settings: CalibrateConfig) -> None:
+        self.settings = settings
+        self.cosines: list[float] = []
+        self.threshold: float | None = None
+
+    def observe(self, cosine: float, *, fresh: bool) -> None:
+        """Record the cosine of one step, which is equal on every rank."""
+        # The threshold is set once: results must not drift with later data.
+        if self.threshold is not None:
+            return
+        if fresh:
+            self.cosines.append(cosine)
+        # The fresh steps are over: use the cosines so far, if there are at least half.
+        enough = self.settings.steps if fresh else max(1, (self.settings.steps + 1) // 2)
+        if len(self.cosines) >= enough:
+            quantile = float(np.quantile(self.cosines, self.settings.quantile))
+            if quantile < 0.0:
+                log.warning(
+                    "calibrate: the %g quantile of %d cosines is %.3f; c_low is 0 instead, as a"
+                    " negative one would turn gradients against their predecessor",
+                    self.settings.quantile,
+                    len(self.cosines),
+                    quantile,
+                )
+            self.threshold = min(max(quantile, 0.0), BOUND)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cosines": list(self.cosines), "threshold": self.threshold}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.cosines, self.threshold = list(state["cosines"]), state["threshold"]
+        if self.threshold is not None:
+            # Checkpoints of earlier versions may contain a negative threshold.
+            self.threshold = max(self.threshold, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,16 +29,16 @@ from typing import Any, Protocol
 from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import (
+from megatron_async_rl.watchdog.logs import redirect_output
+from megatron_async_rl.watchdog.run_folder import SHARED_MEMORY, remove_stale
+from megatron_async_rl.watchdog.watch import (
     ProcessDied,
     answer_of,
     await_named,
     name_this_process,
 )
-from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.weights.manifest import Manifest, Meeting, StagedCopy, WeightUpdate
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer
-from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokeniz
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import ray_get
+from megatron_async_rl.watchdog.watch import ray_get
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
 
 DAY_S = 86400.0

@@ -40,19 +40,10 @@ from megatron_async_rl.samples.columns import (
     rows_of_lists,
     with_experts,
 )
-from megatron_async_rl.samples.rows import SampleRow, TrainBatch, gathered, rows_of
+from megatron_async_rl.samples.rows import SampleGroup, SampleRow, TrainBatch, gathered, rows_of
 from megatron_async_rl.samples.types import PartialResponse, Prompt, Request
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class SampleGroup:
-    """Finished responses to one prompt. `index`: order of admission, from 0 over the whole run."""
-
-    index: int
-    prompt: Prompt
-    samples: tuple[SampleRow, ...]
 
 
 @dataclass(eq=False)

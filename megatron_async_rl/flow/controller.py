@@ -38,7 +38,6 @@ from typing import Any
 
 from megatron_async_rl.flow.buffer import (
     EMPTY,
-    SampleGroup,
     buffer_bytes,
     prompt_fields,
     prompt_of,
@@ -65,19 +64,19 @@ from megatron_async_rl.flow.errors import (
 )
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
 from megatron_async_rl.flow.fleet import Fleet
-from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.flow.router import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.summary import Ages, FlowCounts, describe_flow, summarise_dropped
 from megatron_async_rl.rollout.engine_process import start_engine
-from megatron_async_rl.samples.rows import SampleRow, TrainBatch
+from megatron_async_rl.rollout.scoring import GroupRewards
+from megatron_async_rl.samples.rows import SampleGroup, SampleRow, TrainBatch
 from megatron_async_rl.samples.types import Aborted, Request
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import cancel_all, name_this_process
 from megatron_async_rl.watchdog.events import note
 from megatron_async_rl.watchdog.logs import log_package_to
 from megatron_async_rl.watchdog.processes import collect_rarely
+from megatron_async_rl.watchdog.watch import cancel_all, name_this_process
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
 
 log = logging.getLogger(__name__)

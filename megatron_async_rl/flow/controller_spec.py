@@ -16,7 +16,7 @@ from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.summary import MetricValue
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.log_mark import LogMark
+from megatron_async_rl.samples.frames import LogMark
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt
 
@@ -59,14 +59,14 @@ class ControllerSpec:
 
     flow: FlowConfig
     engines: Sequence[EngineSpec]
+    steps: int | None
+    fresh_steps: int
+    seed: int
     evaluators: int = 0
     fleet: FleetSettings = field(default_factory=FleetSettings)
     timeout_s: float = WatchdogConfig.default_of("timeout_s")
     start_timeout_s: float = RolloutConfig.default_of("start_timeout_s")
     reward: RewardConfig = field(default_factory=lambda: RolloutConfig.default_of("reward"))
-    steps: int | None = None
-    fresh_steps: int = 0
-    seed: int = 0
     held_out: Sequence[HeldOut] = field(default=(), repr=False)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     run_dir: Path | None = None

@@ -33,7 +33,7 @@ from megatron_async_rl.flow.engine_task import REPORT_S, Restarts
 from megatron_async_rl.flow.fleet import Fleet
 from megatron_async_rl.flow.updates import WeightUpdates
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import await_named, cancel_all
+from megatron_async_rl.watchdog.watch import await_named, cancel_all
 from megatron_async_rl.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)

@@ -36,9 +36,9 @@ from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport, SampleRow
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import await_named, cancel_all
 from megatron_async_rl.watchdog.events import described, out_of_memory, with_notes
 from megatron_async_rl.watchdog.host_memory import MemoryKind
+from megatron_async_rl.watchdog.watch import await_named, cancel_all
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from megatron_async_rl.config.sampling import EvalConfig, EvalSet
 from megatron_async_rl.data import Tokenizer, log_too_long, read_set
 from megatron_async_rl.data.row_columns import Required, nothing_more
 from megatron_async_rl.flow.errors import BatchTimeout, FlowError, reward_failed
-from megatron_async_rl.flow.group_rewards import GroupRewards
+from megatron_async_rl.rollout.scoring import GroupRewards
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Prompt, Request
 

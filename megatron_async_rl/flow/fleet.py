@@ -25,7 +25,7 @@ from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import await_named, cancel_all
+from megatron_async_rl.watchdog.watch import await_named, cancel_all
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_async_rl.config.flow import FlowConfig
-from megatron_async_rl.flow.buffer import Buffer, GroupState, SampleGroup, snapshot
-from megatron_async_rl.samples.rows import SampleRow, rescored
+from megatron_async_rl.flow.buffer import Buffer, GroupState, snapshot
+from megatron_async_rl.samples.rows import SampleGroup, SampleRow, rescored
 from megatron_async_rl.samples.types import Aborted, Request
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.settings_model import code_digests
 from megatron_async_rl.flow.batches import (
     BatchSource,
     GivenResponses,

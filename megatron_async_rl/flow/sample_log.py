@@ -11,7 +11,7 @@ Invariants, in addition to those of the files (samples/segments.py):
   disk (fsync) before the checkpoint is;
 - `begin(position)` removes the outcomes after the checkpoint, so no sample counts as trained in two
   histories; the samples themselves stay;
-- the log's mark (samples/log_mark.py) counts only rows that are on disk, and a file with fewer rows
+- the log's mark (samples/frames.py) counts only rows that are on disk, and a file with fewer rows
   than its mark is not closed as if it were whole;
 - the run's events record a damaged or missing file and a gap in `seq`. Such files stay as they are;
   only a torn tail is cut off;
@@ -36,13 +36,14 @@ from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.samples.columns import LOGGED, SCHEMA
 from megatron_async_rl.samples.frames import (
+    MARK_FILE,
     OPEN,
+    LogMark,
     SegmentBroken,
     finish,
+    read_mark,
     replace_whole,
 )
-from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
-from megatron_async_rl.samples.log_mark import LogMark, read_mark
 from megatron_async_rl.samples.open_segment import OpenSegment, OutcomeRow, size_of
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.segments import (
@@ -482,6 +483,6 @@ _Subject = tuple[int, str | None, float | None]
 
 
 def _subject(sample: SampleRow) -> _Subject:
-    # The id of a response that trains again is its first id and a suffix (flow/selection.py).
+    # The id of a response that trains again is its first id and a suffix (flow/scheduler.py).
     name = sample.id.partition("@")[0]
     return int(name.rpartition("-")[0]), name, sample.finished_at

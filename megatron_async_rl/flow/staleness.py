@@ -22,7 +22,7 @@ induction no deadline is ever missed. The plan is always feasible:
   deadlines, where d = v + A is the deadline of the new group. The new group counts only at c' >= d,
   where this suffices; nothing changes at c' < d. The versions under which the other groups were
   admitted do not matter.
-- Selection takes only batches that leave the plan feasible (`selection.py`). The oldest groups are
+- Selection takes only batches that leave the plan feasible (`scheduler.py`). The oldest groups are
   such a batch: versions of admission never fall from one group to the next, so the oldest are the
   most urgent. Waiting keeps the plan feasible, too: pacing costs time, but never breaks the bound.
 - Dropping a group permits one more admission, and reduces every count that included the group.
@@ -70,8 +70,8 @@ def admitted_limit(
     version: int,
     prompts_per_step: int,
     async_ratio: float,
-    fresh_steps: int = 0,
-    oversample: float = 0.0,
+    fresh_steps: int,
+    oversample: float,
 ) -> int:
     """Return the number of groups that may have been admitted, in all, under `version` (0 for a new
     run)."""
@@ -85,7 +85,7 @@ def admitted_limit(
     return (version + 1) * prompts_per_step + ahead
 
 
-def deadline(version: int, async_ratio: float, fresh_steps: int = 0) -> int:
+def deadline(version: int, async_ratio: float, fresh_steps: int) -> int:
     """Return the last step that may train on a group admitted at `version`."""
     return version + (max_lag(async_ratio) if version >= fresh_steps else 0)
 
@@ -107,7 +107,7 @@ def check_lags(
     version: int,
     flow: FlowConfig,
     first_versions: Collection[int],
-    fresh_steps: int = 0,
+    fresh_steps: int,
 ) -> None:
     """Raise StalenessViolated unless every sample may train `version`.
 

@@ -65,9 +65,8 @@ from megatron_async_rl.watchdog.preloaded import VARIABLE as PRELOADED
 from megatron_async_rl.watchdog.preloaded import serving
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, STOPPED, of_run
 from megatron_async_rl.watchdog.progress_monitor import FOLDER
-from megatron_async_rl.watchdog.run_folder import RunFolder, run_folder
+from megatron_async_rl.watchdog.run_folder import SHARED_MEMORY, RunFolder, remove_stale, run_folder
 from megatron_async_rl.watchdog.watchdog import Watchdog
-from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 RANK_IMPORTS = "megatron_async_rl.train"
 """Module that imports all modules that a rank imports."""
@@ -369,6 +368,7 @@ def _preload(
             seed=config.run.seed,
             device="cpu",
             log_dir=logs,
+            transport=config.weights.transport,
         )
         log = logs / "preloaded_engines.log"
         servers.append(serving_engines(spec, environment, folder, log))

@@ -27,10 +27,10 @@ from rich.text import Text
 from megatron_async_rl.config.policy import RECIPES, lacking, version_of
 from megatron_async_rl.config.problem import shipped
 from megatron_async_rl.plan.machine import GIB, Machine, size, this_machine
-from megatron_async_rl.policy.families import FAMILIES
-from megatron_async_rl.policy.supported import (
+from megatron_async_rl.policy.families import (
     APEX_WEIGHT_GRADIENTS,
     EXPECTED,
+    FAMILIES,
     PINNED,
     REFUSED,
     engine_obstacle,

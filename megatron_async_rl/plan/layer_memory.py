@@ -17,7 +17,7 @@ from functools import partial
 from megatron_async_rl.config.policy import ROW_PARALLEL, Fp8Config, LoraConfig, Target
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.model_files import ModelShape
-from megatron_async_rl.policy.supported import LayerFamily
+from megatron_async_rl.policy.families import LayerFamily
 
 FLOAT32 = 4
 

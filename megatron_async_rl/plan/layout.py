@@ -11,7 +11,7 @@ from megatron_async_rl.config.problem import number_of
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
-from megatron_async_rl.policy.supported import ChosenLayers, choose_layers
+from megatron_async_rl.policy.families import ChosenLayers, choose_layers
 from megatron_async_rl.rollout.cluster import CONNECTIONS
 
 Device = Literal["cpu", "cuda"]

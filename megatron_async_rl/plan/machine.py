@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_async_rl.config.policy import version_of
-from megatron_async_rl.policy.supported import PINNED
+from megatron_async_rl.policy.families import PINNED
 from megatron_async_rl.watchdog.host_memory import free_bytes, total_bytes
 
 GIB = 2**30

@@ -30,7 +30,7 @@ from megatron_async_rl.plan.layer_memory import (
 )
 from megatron_async_rl.plan.machine import GIB
 from megatron_async_rl.plan.model_files import ModelShape
-from megatron_async_rl.policy.supported import LayerFamily
+from megatron_async_rl.policy.families import LayerFamily
 
 REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}
 """Per parameter, by `reference_dtype`; fp8 has a float32 scale for 128 numbers."""

@@ -14,8 +14,7 @@ from typing import Any
 
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.data.hub import cached_file, name_of, parse
-from megatron_async_rl.policy.families import FAMILIES, Family
-from megatron_async_rl.policy.supported import unsupported
+from megatron_async_rl.policy.families import FAMILIES, Family, unsupported
 
 KEY = "model.path"
 

@@ -23,7 +23,7 @@ from megatron_async_rl.config.weights import carriers
 from megatron_async_rl.plan.layout import device_of, engines_elsewhere, gpus_wanted
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine, gpus_here
 from megatron_async_rl.rollout.cluster import join_ray, prepare_environment, software, unlike
-from megatron_async_rl.watchdog.deadline import remote_cause
+from megatron_async_rl.watchdog.watch import remote_cause
 
 TAKEN = 2 * GIB
 """Used memory from which a GPU counts as occupied. A screen, or a process that only observes, uses

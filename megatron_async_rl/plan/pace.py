@@ -25,7 +25,7 @@ def staleness_law(config: Config) -> str:
         flow.group_size,
     )
     # The scheduler's own function, so that plan and run cannot disagree.
-    limit = admitted_limit(0, prompts, ratio, oversample=flow.oversample)
+    limit = admitted_limit(0, prompts, ratio, fresh_steps=0, oversample=flow.oversample)
     fresh = config.fresh_steps
     lines = (
         [

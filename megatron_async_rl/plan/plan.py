@@ -52,7 +52,7 @@ from megatron_async_rl.plan.totals import (
     longest_sample,
     totals,
 )
-from megatron_async_rl.policy.supported import ChosenLayers
+from megatron_async_rl.policy.families import ChosenLayers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.settings_model import code_digests
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
 from megatron_async_rl.metrics.log import FILE as METRICS_FILE
 from megatron_async_rl.metrics.log import begins_after, digest_of_step, number, read_newest
@@ -36,9 +36,7 @@ from megatron_async_rl.policy.checkpoint_folder import (
     step_of,
     steps,
 )
-from megatron_async_rl.samples.frames import SegmentBroken
-from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
-from megatron_async_rl.samples.log_mark import LogMark
+from megatron_async_rl.samples.frames import MARK_FILE, LogMark, SegmentBroken
 from megatron_async_rl.samples.segments import FOLDER, lost_end, numbers_in
 
 _ANEW = "choose another run.dir, or remove {run_dir} to start over"

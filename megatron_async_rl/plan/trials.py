@@ -14,8 +14,8 @@ from megatron_async_rl.config.sampling import EvalSampling, EvalSetConfig
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import DataError, PromptSet, Tokenizer
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
-from megatron_async_rl.rollout.environments.chat import follow_ups
 from megatron_async_rl.rollout.environments.episode import failures
+from megatron_async_rl.rollout.environments.transcript import follow_ups
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
 from megatron_async_rl.rollout.rewards.registry import RewardError, RewardItem
 from megatron_async_rl.rollout.scoring import Scorer, require_rewards

@@ -50,7 +50,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_async_rl.policy.supported import APEX_WEIGHT_GRADIENTS, LayerFamily
+from megatron_async_rl.policy.families import APEX_WEIGHT_GRADIENTS, LayerFamily
 
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -142,7 +142,7 @@ class TransformerEngineLayers(Layers):
         return self.SETTINGS
 
     def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        # Families with norms of their own use local layers (supported.py).
+        # Families with norms of their own use local layers (families/).
         assert own is RMSNorm, f"Transformer Engine has no {own}"
         return TENorm
 

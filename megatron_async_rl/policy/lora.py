@@ -47,9 +47,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_async_rl.config.policy import LoraConfig
-from megatron_async_rl.policy.cuts import ParameterEntry
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameters import ADAPTER
+from megatron_async_rl.policy.parameters import ADAPTER, ParameterEntry
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,12 @@ from megatron_async_rl.config.policy import Fp8Config, LoraConfig, PolicyConfig
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy.bridge import PolicyBridge
-from megatron_async_rl.policy.families import FAMILIES
+from megatron_async_rl.policy.families import FAMILIES, RequestedLayers, choose_layers, unsupported
 from megatron_async_rl.policy.fp8 import megatron_settings, refuse_device
 from megatron_async_rl.policy.layers import LAYERS
 from megatron_async_rl.policy.lora import freeze_base, initialise
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import load_hf, local_entries
-from megatron_async_rl.policy.supported import RequestedLayers, choose_layers, unsupported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OVERRIDDEN = {"megatron.core.models.gpt.gpt_model.GPTModel": ("_preprocess", "_postprocess")}

@@ -58,7 +58,6 @@ from megatron_async_rl.config.policy import OptimizerConfig as OptimizerSettings
 from megatron_async_rl.config.policy import PolicyConfig
 from megatron_async_rl.gradients import blocks
 from megatron_async_rl.policy.adam_view import gradient_of
-from megatron_async_rl.policy.cuts import Cuts
 from megatron_async_rl.policy.fp8 import is_quantised
 from megatron_async_rl.policy.megatron_private import (
     model_slices,
@@ -67,7 +66,7 @@ from megatron_async_rl.policy.megatron_private import (
     weights_from_masters,
 )
 from megatron_async_rl.policy.model import PolicyModel
-from megatron_async_rl.policy.parameters import HuggingFaceTensors, local_entries
+from megatron_async_rl.policy.parameters import Cuts, HuggingFaceTensors, local_entries
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> float:

@@ -55,6 +55,7 @@ from megatron_async_rl.policy.batching import Batcher, MicroBatch, Minibatch
 from megatron_async_rl.policy.blocks import ModelBlocks, placed_digest
 from megatron_async_rl.policy.checkpoint import Checkpoint
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
+from megatron_async_rl.policy.families import used_window
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.optimizer import load_masters
@@ -66,7 +67,6 @@ from megatron_async_rl.policy.past_weights import (
     WeightSnapshot,
 )
 from megatron_async_rl.policy.routing_replay import RoutingPass
-from megatron_async_rl.policy.supported import used_window
 from megatron_async_rl.samples.columns import spans
 from megatron_async_rl.samples.rank_batch import RankBatch
 

@@ -29,10 +29,10 @@ from megatron_async_rl.config.problem import SHARE
 from megatron_async_rl.rollout.allocator import without_expandable_segments
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ray_get
 from megatron_async_rl.watchdog.preloaded import executable
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 from megatron_async_rl.watchdog.run_folder import use_run_folder
+from megatron_async_rl.watchdog.watch import DeadlineExceeded, ray_get
 
 LEAST_STORE_BYTES = 256 * 2**20
 STORED_BATCHES = 4

@@ -56,10 +56,10 @@ from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.watchdog.processes import collect_rarely
 from megatron_async_rl.watchdog.run_folder import name_shared_memory, use_run_folder
+from megatron_async_rl.watchdog.watch import name_this_process
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
 STOP_S = 10.0

@@ -29,11 +29,11 @@ from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import answer_of
 from megatron_async_rl.watchdog.events import out_of_memory
 from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import find_cause, tail
 from megatron_async_rl.watchdog.processes import condition, descendants
+from megatron_async_rl.watchdog.watch import answer_of
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
 MAX_CALLS = 1000

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatron_async_rl.config.rollout import AGENTS, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
-from megatron_async_rl.config.weights import CARRIERS, DEFAULT_CARRIER, CarrierCapabilities
+from megatron_async_rl.config.weights import CARRIERS, CarrierCapabilities
 
 HERE = ""
 """Name of rank 0's machine, where the controller runs. Other machines are named by their Ray node's
@@ -32,6 +32,8 @@ class EngineSpec:
     """The run's seed; every response's own seed derives from it."""
     device: Literal["cpu", "cuda"]
     log_dir: Path
+    transport: str
+    """Carrier of new weights: `weights.transport` of the configuration."""
     chat_template: str | None = None
     """Chat template of `data`, which also renders an environment's messages; None: the model's."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -45,8 +47,6 @@ class EngineSpec:
     """True if samples record the chosen experts (`policy.routing_replay: rollout`)."""
     threads: int = 1
     """OpenMP threads of the model on a CPU."""
-    transport: str = DEFAULT_CARRIER
-    """Carrier of new weights: `weights.transport` of the configuration."""
     gpus: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Host name -> GPUs that the engine may use: the ranks' if colocated; empty: any GPU."""
     software: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Files of checksummed frames: the storage of the sample log.
+"""Storage of the sample log: files of checksummed frames, and the mark of what is on the disk.
 
     frame   header (24 bytes, little endian), then the payload
     header  kind      4 bytes   ROWS or END
@@ -21,17 +21,29 @@ Invariants:
 - a header has a checksum of its own, so a changed length cannot pass for a torn tail;
 - a file that is damaged is never written again. Only a torn tail is cut off (`finish`);
 - a file without rows is closed like any other: a file that is missing was deleted.
+
+`RUN/logmark.json` records how far the log is on the disk for certain. The writer replaces it when a
+segment is closed and with every checkpoint, which keeps a copy; a log that ends before its mark has
+lost rows.
+
+Invariants of the mark:
+- a mark is written after the rows that it counts are synced, so a killed run or a power failure
+  never leaves less than its mark;
+- it lies next to `RUN/samples/`, so that the loss of the whole folder is noticed;
+- a log without a mark, written by an earlier version, is read without this check.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Literal
 
 OPEN, CLOSED = ".open", ".segment"
 ROWS, END = b"ROWS", b"END\n"
@@ -267,3 +279,62 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 def _header(kind: bytes, number: int, payload: bytes) -> bytes:
     fields = _FIELDS.pack(kind, number, len(payload), zlib.crc32(payload))
     return fields + _CHECKSUM.pack(zlib.crc32(fields))
+
+
+MARK_FILE = "logmark.json"
+_MARK_FIX = "restore it from a copy, or remove it: the end of the log is then not checked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogMark:
+    """The newest segment that is on the disk, and how many batches each of its two files has at
+    least. `closed`: both files are closed."""
+
+    segment: int
+    closed: bool
+    samples: int
+    outcomes: int
+
+    def batches(self, table: Literal["samples", "outcomes"]) -> int:
+        return self.samples if table == "samples" else self.outcomes
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        """Content of the file."""
+        fields = self.as_json()
+        return json.dumps({**fields, "checksum": _checksum(fields)}) + "\n"
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> LogMark:
+        """Read the result of `as_json`. Raises ValueError."""
+        kinds = {name: type(value) for name, value in fields.items()}
+        # type() and not isinstance: true is an int in Python.
+        if kinds != {"segment": int, "closed": bool, "samples": int, "outcomes": int}:
+            raise ValueError(f"a mark has other fields than {', '.join(kinds)}")
+        return cls(**fields)
+
+
+def _checksum(fields: Mapping[str, Any]) -> int:
+    # Sorted: the order of the file's keys must not matter.
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+
+
+def read_mark(run_dir: Path) -> LogMark | None:
+    """Return the mark of the run's log; None if there is none. Raises SegmentBroken."""
+    path = run_dir / MARK_FILE
+    try:
+        fields = json.loads(path.read_bytes())
+        # Popped, since it covers the other fields.
+        checksum = fields.pop("checksum")
+        mark = LogMark.of(fields)
+        if checksum != _checksum(fields):
+            raise ValueError("its checksum does not match")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SegmentBroken(path, f"cannot be read: {error.strerror}", _MARK_FIX) from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise SegmentBroken(path, f"is damaged: {error}", _MARK_FIX) from error
+    return mark

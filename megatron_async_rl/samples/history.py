@@ -64,7 +64,7 @@ def account(
 ) -> History:
     """Return the outcome of every group. `buffer`: the waiting groups, if known. `replay`: steps
     may train on samples of other groups. `position`: number of outcomes that a checkpoint counts,
-    if known. It and the log's mark (log_mark.py) reveal that the newest segments were deleted.
+    if known. It and the log's mark (frames.py) reveal that the newest segments were deleted.
     Raises HistoryBroken, SegmentBroken."""
     segments = segments_in(run_dir / FOLDER)
     # Without the first segment, missing admissions are not a fault.

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from megatron_async_rl.samples.frames import OPEN, FrameWriter, sync_folder
-from megatron_async_rl.samples.log_mark import LogMark
+from megatron_async_rl.samples.frames import OPEN, FrameWriter, LogMark, sync_folder
 from megatron_async_rl.samples.rows import SampleRow, gathered
 from megatron_async_rl.samples.segments import (
     OUTCOMES,

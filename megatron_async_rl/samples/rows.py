@@ -34,7 +34,7 @@ from megatron_async_rl.samples.columns import (
     rows_of_lists,
     samples_of,
 )
-from megatron_async_rl.samples.types import Aborted, Sample
+from megatron_async_rl.samples.types import Aborted, Prompt, Sample
 
 StateName = Literal["running", "paused", "asleep"]
 
@@ -235,6 +235,15 @@ def _rows_of_one(rows: Sequence[SampleRow]) -> pa.RecordBatch:
     """Return the rows of one record batch, in order, without copying the rest of it."""
     batch, wanted = rows[0].batch, [row.row for row in rows]
     return batch if wanted == list(range(batch.num_rows)) else batch.take(pa.array(wanted))
+
+
+@dataclass(frozen=True, eq=False)
+class SampleGroup:
+    """Finished responses to one prompt. `index`: order of admission, from 0 over the whole run."""
+
+    index: int
+    prompt: Prompt
+    samples: tuple[SampleRow, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,7 +7,7 @@
 Invariants:
 - every file consists of checksummed frames (frames.py), each an Arrow IPC stream with one record
   batch. A reader raises SegmentBroken for any damage; only the newest segment, while it is `.open`,
-  may have a torn tail, behind the batches that the log's mark counts (log_mark.py);
+  may have a torn tail, behind the batches that the log's mark counts (frames.py);
 - a segment has both files, with or without rows. A missing file is damage, with two exceptions: the
   samples of the oldest segment (`_next_segment` deletes them first), and a file that the writer has
   not made yet;
@@ -41,11 +41,12 @@ from megatron_async_rl.samples.columns import LOGGED, ROUTED, SCHEMA, samples_of
 from megatron_async_rl.samples.frames import (
     CLOSED,
     OPEN,
+    LogMark,
     SegmentBroken,
     count_frames,
     read_frames,
+    read_mark,
 )
-from megatron_async_rl.samples.log_mark import LogMark, read_mark
 from megatron_async_rl.samples.types import Sample
 
 FOLDER = "samples"

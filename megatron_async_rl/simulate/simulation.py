@@ -92,7 +92,11 @@ def simulate(
         flow = flow.model_copy(update={"selection": OldestFirst()})
     # Without an end: the end of admission in a run's last steps does not count for its pace.
     run = _SimulatedRun(
-        Scheduler(flow), rollout.engines, rates, lengths, np.random.default_rng(seed)
+        Scheduler(flow, steps=None, fresh_steps=0, seed=seed, scored_whole=False),
+        rollout.engines,
+        rates,
+        lengths,
+        np.random.default_rng(seed),
     )
     run.barrier, run.may_pause = barrier, max(1, int(max_paused * rollout.engines))
     return run.go(steps, warm=int(flow.async_ratio) + 5)

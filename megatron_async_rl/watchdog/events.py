@@ -28,10 +28,10 @@ from errno import ENOMEM
 from pathlib import Path
 
 from megatron_async_rl.config.durable import reading
-from megatron_async_rl.watchdog.deadline import DeadlineExceeded, this_process
 from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY, judge
 from megatron_async_rl.watchdog.progress_monitor import FOLDER, write_whole
+from megatron_async_rl.watchdog.watch import DeadlineExceeded, this_process
 
 FILE = "events.jsonl"
 OURS = "megatron_async_rl."

@@ -11,7 +11,13 @@ Invariants:
 - programs of another user, which cannot pass through a run's folder, have a folder next to it
   (`public_folder`) with the same locks and names;
 - the folder's path is short enough for Ray's sockets. If TMPDIR is too long, a link in /tmp leads
-  to it.
+  to it;
+- a file in /dev/shm whose writer lives is left alone: the writer of weights holds an exclusive
+  `flock` on them (weights/shared_memory.py). OpenMP names a file after its process and never uses
+  it again, so the file of a dead process is garbage.
+
+`python -m megatron_async_rl.watchdog.run_folder`, which launchers of rollout nodes call, removes
+what killed runs left. It loads no torch.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.watchdog.processes import condition
 
 VARIABLE = "MEGATRON_ASYNC_RL_FOLDER"
 """Environment variable: the folder, for the processes of the run on this machine."""
@@ -52,6 +59,10 @@ _OF_VLLM = "vllm_dist_"
 _SHARED_LOCK = "mar-run-"
 _SHARED = re.compile(r"(?:sem\.m([0-9a-f]{8})-\w+|m([0-9a-f]{8})[0-9a-f]{4}|mar-run-([0-9a-f]{8}))")
 """Semaphores, memory and the lock of a run in /dev/shm, with the run's eight digits."""
+WEIGHTS_PREFIX = "mar-weights-"
+"""Start of the names of the files of weights (weights/shared_memory.py)."""
+_OPENMP = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_(\d+)")
+"""Process and user."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +171,35 @@ def remove_stale_shared_memory(directory: Path) -> list[Path]:
                 with contextlib.suppress(OSError):  # removed meanwhile
                     path.unlink()
                     removed.append(path)
+    return removed
+
+
+def remove_stale(directory: Path) -> list[Path]:
+    """Delete the files of dead processes in `directory`; return what was deleted."""
+    removed = remove_stale_shared_memory(directory)
+    for path in sorted(directory.glob(f"{WEIGHTS_PREFIX}*")):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, another user's, or no file
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            removed.append(path)
+        except OSError:
+            pass  # its writer lives, or it is another user's
+        finally:
+            os.close(descriptor)
+    for path in sorted(directory.iterdir()):
+        matched = _OPENMP.fullmatch(path.name)
+        if matched is None or int(matched.group(2)) != os.getuid():
+            continue
+        try:
+            if condition(int(matched.group(1)), path.stat().st_mtime) is None:
+                path.unlink()
+                removed.append(path)
+        except OSError:  # gone meanwhile, or another user's in spite of its name
+            continue
     return removed
 
 
@@ -294,3 +334,8 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container may run as a user without a name
         return str(os.getuid())
+
+
+if __name__ == "__main__":
+    remove_stale(SHARED_MEMORY)
+    remove_stale_folders()

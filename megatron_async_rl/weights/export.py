@@ -9,7 +9,7 @@ group (for divided experts over the expert-parallel group) and, for later stages
 rank 0, however many tensors it contains. Parameters that rank 0 holds whole are neither packed nor
 copied.
 
-Parts are rows and columns of Hugging Face's tensors; policy/cuts.py computes them.
+Parts are rows and columns of Hugging Face's tensors; policy/parameters.py computes them.
 
 Invariants:
 - names, shapes and the division into buckets are fixed when the exporter is made: publishing moves
@@ -42,10 +42,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async_rl.policy.cuts import Cut, Cuts, ParameterEntry
 from megatron_async_rl.policy.fp8 import plain
 from megatron_async_rl.policy.lora import weight_of
-from megatron_async_rl.policy.parameters import all_entries, merged
+from megatron_async_rl.policy.parameters import Cut, Cuts, ParameterEntry, all_entries, merged
 from megatron_async_rl.weights.transport import ShardSlice, TensorSpec
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ Invariants:
   ones nothing;
 - a file goes with its `BucketFile`; memory that is mapped already stays valid;
 - its process holds an exclusive `flock` on the file while it lives, so an unlocked file belongs to
-  a dead process, and `stale_files.remove_stale` deletes exactly those. Process ids are not used:
+  a dead process, and `run_folder.remove_stale` deletes exactly those. Process ids are not used:
   containers may share the directory.
 """
 
@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_async_rl.watchdog.run_folder import SHARED_MEMORY, WEIGHTS_PREFIX
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
-from megatron_async_rl.weights.stale_files import PREFIX, SHARED_MEMORY
 from megatron_async_rl.weights.transport import (
     BucketMemory,
     Carrier,
@@ -175,7 +175,7 @@ def _create(directory: Path) -> tuple[str, int]:
     """Return a new, locked file that still has its name. A sweeper may remove it between creation
     and lock; then try again."""
     while True:
-        path = directory / f"{PREFIX}{uuid.uuid4().hex}"
+        path = directory / f"{WEIGHTS_PREFIX}{uuid.uuid4().hex}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         # Until the process ends: the sign that the file is in use.
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -3,17 +3,23 @@ one folder, so names of runs are given once."""
 
 from __future__ import annotations
 
+import json
 import runpy
 import secrets
 import shutil
 import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.end_to_end import fleet, ways
 from tests.end_to_end.workspace import (
     ROOT,
     Workspace,
@@ -29,7 +35,6 @@ from tests.network.machines import (
     torchrun_of_machine,
 )
 from tests.network.runs import run_config
-from tests.thorough import THOROUGH
 
 RELAY = "relay-0"
 PROCESSES = (
@@ -37,12 +42,18 @@ PROCESSES = (
     RELAY,
 )
 """Overrides of the run over several machines."""
+AT_A_TIME = 3
+"""Runs; most of their time is imports and waiting."""
+RESULT_S = 1500
 LOOP_STEPS = 40
 SYNCHRONOUS_STEPS = 5
 HELD_OUT = 12
-"""Prompts that the synchronous run evaluates on."""
+"""Held-out prompts."""
 PER_PROMPT = 3
-"""Samples of each of them."""
+"""Samples of each of them in an evaluation."""
+EVERY = 10
+"""Steps between evaluations of the run that is interrupted."""
+PASS_REWARD = 0.5
 
 REWARD = '''
 import time
@@ -95,13 +106,23 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace(folder)
 
 
+def held_out(workspace: Workspace) -> Path:
+    """File of the HELD_OUT prompts, whose answers `flaky` accepts."""
+    lines = (workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)
+    chosen = [line for line in lines if json.loads(line)["answer"][-1] not in "37"]
+    path = workspace.folder / "held_out.jsonl"
+    path.write_text("".join(chosen[:HELD_OUT]))
+    return path
+
+
 @pytest.fixture(scope="session")
 def interrupted(
     workspace: Workspace, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, object]:
     """A run at async_ratio 2 with a reward that fails now and then and one of whole groups, stopped
-    by Ctrl-C on the way and started again, where that can be on a machine whose name nothing knows,
-    and with a TMPDIR longer than the path of a socket may be."""
+    by Ctrl-C on the way and started again with an engine that only evaluates, where that can be on
+    a machine whose name nothing knows, and with a TMPDIR longer than the path of a socket may be.
+    """
     config = workspace.config(
         "loop",
         run={"dir": "runs/loop", "steps": LOOP_STEPS},
@@ -115,13 +136,15 @@ def interrupted(
                 "on_error": "drop",
             }
         },
-        data={"eval": "few.jsonl"},
-        eval={"samples_per_prompt": 2},
+        data={"eval": held_out(workspace).name},
+        eval={
+            "every": EVERY,
+            "samples_per_prompt": PER_PROMPT,
+            "pass_at": [1, 2],
+            "pass_reward": PASS_REWARD,
+        },
         weights={"transport": "relay"},
         observe={"prometheus_port": 0},
-    )
-    (workspace.folder / "few.jsonl").write_text(
-        "".join((workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)[:8])
     )
     run = workspace.folder / "runs" / "loop"
     for _ in range(5):
@@ -149,7 +172,7 @@ def interrupted(
         shutil.rmtree(run)
     long = tmp_path_factory.mktemp("as_slurm_makes_one_for_each_job_" + "0123456789" * 8)
     code, finished = replace(workspace, environment={"TMPDIR": str(long)}).mar(
-        "train", str(config), named="" if obstacle() else "unheard-of"
+        "train", str(config), "eval.engines=1", named="" if obstacle() else "unheard-of"
     )
     return {
         "stop_code": process.returncode,
@@ -161,6 +184,7 @@ def interrupted(
         "output": finished,
         "rows": workspace.metrics("loop"),
         "run": run,
+        "files": {one.name for one in run.iterdir()},
         "sockets": sockets,
         "page": page,
         "prometheus": prometheus,
@@ -177,6 +201,26 @@ def converted(workspace: Workspace, interrupted: dict[str, object]) -> Path:
     assert code == 0, output
     assert "UserWarning" not in output, "libraries do not speak on the user's screen"
     return out
+
+
+@pytest.fixture(scope="session")
+def runs(
+    workspace: Workspace, converted: Path, request: pytest.FixtureRequest
+) -> dict[str, Future[Any]]:
+    """Runs of test_fleet.py and test_ways_to_run.py, where these are tested, at the same time: they
+    wait for each other's watchdogs. That of the fleet waits longest, so it comes first."""
+    tested = {item.path.stem for item in request.session.items}
+    begun: dict[str, Callable[[], Any]] = {}
+    if "test_fleet" in tested:
+        begun["fleet"] = partial(fleet.trouble, workspace)
+    if "test_ways_to_run" in tested:
+        begun |= {name: partial(ways.run, workspace, name) for name in ways.WAYS}
+    pool, futures = ThreadPoolExecutor(AT_A_TIME), {}
+    for name, start in begun.items():
+        futures[name] = pool.submit(start)
+        # Not all import at once.
+        time.sleep(2.0)
+    return futures
 
 
 @dataclass
@@ -196,8 +240,6 @@ class Ended:
 @pytest.fixture(scope="session")
 def synchronous_config(workspace: Workspace, converted: Path) -> Path:
     """Config of a synchronous run from the converted model, with a separate evaluation engine."""
-    lines = (workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)
-    (workspace.folder / "held_out.jsonl").write_text("".join(lines[:HELD_OUT]))
     return workspace.config(
         "synchronous",
         run={"dir": "runs/synchronous", "steps": SYNCHRONOUS_STEPS},
@@ -208,7 +250,7 @@ def synchronous_config(workspace: Workspace, converted: Path) -> Path:
         rollout={"reward": {"name": "flaky_reward:held", "timeout_s": 110}},
         objective={"advantage": "none"},
         weights={"transport": "relay"},
-        data={"eval": "held_out.jsonl"},
+        data={"eval": held_out(workspace).name},
         eval={
             "every": 2,
             "engines": 1,
@@ -243,18 +285,3 @@ def over_machines(workspace: Workspace, synchronous_config: Path) -> Ended:
         hold.unlink()
         codes, left = run.end()
         return Ended(codes, run.said(), states, left, directory, list(listeners.values()), ports)
-
-
-@pytest.fixture(scope="session")
-def synchronous(
-    workspace: Workspace, synchronous_config: Path, request: pytest.FixtureRequest
-) -> Path:
-    """Run directory of that run: over machines in `make test-all`, where there can be some, and on
-    this one otherwise."""
-    if obstacle() or not THOROUGH:
-        code, said = workspace.mar("train", str(synchronous_config))
-        assert code == 0, said
-        return workspace.folder / "runs" / "synchronous"
-    ended: Ended = request.getfixturevalue("over_machines")
-    assert ended.codes == [0, 0, 0], ended.said
-    return ended.directory

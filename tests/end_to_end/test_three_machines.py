@@ -57,6 +57,11 @@ def test_every_version_reaches_the_engine_on_the_other_machine(over_machines: En
     """Synchronous: each step's tokens are sampled, and trained, under the version before."""
     rows = [json.loads(line) for line in (over_machines.directory / "metrics.jsonl").open()]
     assert [row["lag/max"] for row in rows] == [0] * SYNCHRONOUS_STEPS
+    assert all(len(row["lag/histogram"]) == 1 for row in rows)
+    # Megatron at TP=2, from a converted model, against vLLM, before the first and after each of
+    # four weight updates, on every sampled token.
+    assert all(0 < row["ratio/logp_diff_max"] < 1e-5 for row in rows)
+    assert all(row["policy/grad_norm"] > 0 for row in rows)
     assert [row["engine/versions"] for row in rows] == [[step] for step in range(SYNCHRONOUS_STEPS)]
     for row in rows:
         assert row["weights/relay_bytes"] >= row["weights/publish_bytes"]

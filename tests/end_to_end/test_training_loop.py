@@ -19,8 +19,6 @@ from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.history import account
 from megatron_async_rl.samples.segments import load, read_entries
 from tests.end_to_end.conftest import LOOP_STEPS as STEPS
-from tests.end_to_end.conftest import SYNCHRONOUS_STEPS
-from tests.end_to_end.workspace import Workspace
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 
@@ -157,8 +155,8 @@ def test_the_run_ends_with_accuracies_and_a_report(interrupted: dict[str, object
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     assert '"title":"Reward"' in (run / "report.html").read_text()
     page = (Path(__file__).parents[2] / "docs" / "run_directory.md").read_text()
-    told = set(re.findall(r"`([a-z.]+)/?`", page))
-    assert {one.name for one in run.iterdir()} <= told
+    told = set(re.findall(r"`([a-z0-9.]+)/?`", page))
+    assert cast("set[str]", interrupted["files"]) <= told
 
 
 def test_the_run_reports_what_each_process_did_and_how_busy_its_engine_was(
@@ -193,15 +191,3 @@ def test_a_converted_checkpoint_is_the_exported_model_and_loads_in_transformers(
     model = AutoModelForCausalLM.from_pretrained(converted)
     tokens = AutoTokenizer.from_pretrained(converted)("1+1=", return_tensors="pt")
     assert model(**tokens).logits.isfinite().all()
-
-
-def test_async_ratio_0_is_synchronous_and_a_converted_model_starts_a_run(
-    workspace: Workspace, synchronous: Path
-) -> None:
-    rows = workspace.metrics(synchronous.name)
-    assert len(rows) == SYNCHRONOUS_STEPS
-    assert all(len(row["lag/histogram"]) == 1 and row["lag/max"] == 0 for row in rows)
-    # Megatron at TP=2 against vLLM, before the first and after each of four weight updates, on
-    # every sampled token.
-    assert all(0 < row["ratio/logp_diff_max"] < 1e-5 for row in rows)
-    assert all(row["policy/grad_norm"] > 0 for row in rows)

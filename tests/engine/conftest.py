@@ -38,6 +38,7 @@ def in_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         seed=11,
         device="cpu",
         log_dir=folder,
+        transport="shared_memory",
     )
     prepare_environment(os.environ)  # as the server's and the engines'
     with serving_engines(spec, os.environ, folder, folder / "log"):

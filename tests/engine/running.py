@@ -21,7 +21,7 @@ from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.types import Request
-from megatron_async_rl.watchdog.deadline import ray_get
+from megatron_async_rl.watchdog.watch import ray_get
 from megatron_async_rl.weights.manifest import Manifest, require_equal
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
@@ -97,6 +97,7 @@ class Engines:
                 seed=11,
                 device="cpu",
                 log_dir=root / "logs",
+                transport="shared_memory",
             )
             for index, of_engine in enumerate(settings)
         ]

@@ -23,7 +23,7 @@ from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.segments import load, read_entries
 from megatron_async_rl.samples.types import Request
-from megatron_async_rl.watchdog.deadline import ray_get
+from megatron_async_rl.watchdog.watch import ray_get
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from tests.engine.asking import sampled
@@ -64,6 +64,7 @@ def served(
             seed=3,
             device="cpu",
             log_dir=root / "logs",
+            transport="shared_memory",
             evaluations={"": SamplingConfig(max_tokens=8)},
         )
     ]
@@ -134,6 +135,9 @@ def test_the_controller_feeds_batches_while_engines_join_leave_and_die(
         timeout_s=600.0,
         reward=RewardConfig(name="arithmetic", on_error="stop"),
         held_out=[HeldOut(prompts=held_out, n=4)],
+        steps=None,
+        fresh_steps=0,
+        seed=0,
         run_dir=run_dir,
     )
     actor = ray.remote(num_cpus=0, max_concurrency=100)(Controller)

@@ -6,7 +6,8 @@ next version.
 """
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.engine.reference import checkpoint_weights, save_checkpoint
 from tests.engine.running import (
     CHECKPOINTS,
     EVALUATIONS,
+    FEWER,
     KEEP,
     MAX_TOKENS,
     RECOMPUTE,
@@ -41,10 +43,28 @@ pytestmark = pytest.mark.engine
 
 CACHE_BLOCK = 128
 """Tokens of a block of the key-value cache, vLLM's on a CPU."""
+TOO_SLOW = f"no reward within rollout.reward.timeout_s: {REWARD_S:g}"
+FAILURES = {
+    "raises": "KeyError: 'answer'",
+    "nan": "the reward is nan, not a finite number of at most 1e+30",
+    "hangs": TOO_SLOW,
+    "backtracks": TOO_SLOW,
+    "dies": "the reward's process ended with code 7; see the engine's log",
+}
+"""Errors by what the rewards do (rewards_that_fail.py)."""
 
 
-@pytest.mark.parametrize("engine", [KEEP, RECOMPUTE], ids=["one worker", "two workers"])
-@pytest.mark.parametrize("sampling", [SHORT, None], ids=["temperature 0.7", "temperature 1.0"])
+@pytest.mark.parametrize(
+    ("engine", "sampling"),
+    # Two workers take turns at each token on a core that others use, so they sample fewer.
+    [(KEEP, SHORT), (KEEP, None), (RECOMPUTE, SHORT), (RECOMPUTE, FEWER)],
+    ids=[
+        "one worker, temperature 0.7",
+        "one worker, temperature 1.0",
+        "two workers, temperature 0.7",
+        "two workers, temperature 1.0",
+    ],
+)
 def test_sampled_logprobs_are_those_of_transformers_at_the_sampling_temperature(
     engines: Engines, engine: int, sampling: str | None
 ) -> None:
@@ -134,18 +154,20 @@ def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(
 
     repeated = prompt_of(300)
     for checkpoint, per_bucket in ((1, 1000), (2, 5), (3, 1)):
-        engines.groups(KEEP, [repeated], 2)
+        engines.groups(KEEP, [repeated], 2, sampling=SHORT)
         report = engines.publish(checkpoint, per_bucket=per_bucket)
         assert len(report.digests) == len(checkpoint_weights(engines.checkpoints[checkpoint]))
         for engine in (KEEP, RECOMPUTE):
             assert ray.get(engines.handles[engine].version.remote(), timeout=400) == engines.version
-            for group in engines.groups(engine, [repeated, prompt_of(6)], 2):
+            for group in engines.groups(engine, [repeated, prompt_of(6)], 2, sampling=SHORT):
                 for sample in group:
                     assert set(sample.versions.tolist()) == {engines.version}
-                    assert engines.difference(engine, sample, engines.version) < TOLERANCE
-                    assert engines.difference(engine, sample, engines.version - 1) > 0.1, (
-                        "the checkpoints must differ to be told apart"
+                    new, old = (
+                        engines.difference(engine, sample, version, sampling=SHORT)
+                        for version in (engines.version, engines.version - 1)
                     )
+                    assert new < TOLERANCE
+                    assert old > 0.1, "the checkpoints must differ to be told apart"
 
 
 def note_cached(engine: Any) -> None:
@@ -344,25 +366,51 @@ def test_requests_that_cannot_be_answered_are_refused_before_any_is_taken(engine
     assert report(handle, 0.1).running == 0
 
 
-def test_rewards_that_fail_in_any_way_are_recorded_and_disturb_no_other(engines: Engines) -> None:
-    too_slow = f"no reward within rollout.reward.timeout_s: {REWARD_S:g}"
-    failures = {
-        "raises": "KeyError: 'answer'",
-        "nan": "the reward is nan, not a finite number of at most 1e+30",
-        "hangs": too_slow,
-        "backtracks": too_slow,
-        "dies": "the reward's process ended with code 7; see the engine's log",
-    }
-    prompts = [prompt_of(4, seed, reward=name) for seed, name in enumerate(failures)]
+@dataclass
+class Meanwhile:
+    """Samples of prompts whose rewards fail and of others, and the error and the log folder of an
+    engine that could not start while rewards hung."""
+
+    failed: list[list[Sample]]
+    good: list[list[Sample]]
+    error: EngineStartError
+    logs: Path
+
+
+@pytest.fixture(scope="module")
+def meanwhile(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Meanwhile:
+    handle, folder = engines.handles[KEEP], tmp_path_factory.mktemp("broken")
+    failing = [prompt_of(4, seed, reward=name) for seed, name in enumerate(FAILURES)]
     good = [prompt_of(4, seed) for seed in range(10, 20)]
-    groups = engines.groups(KEEP, [*prompts, *good], 2, sampling=SHORT)
-    for group, error in zip(groups, failures.values(), strict=False):
+    asked = engines.asked([*failing, *good], 2, sampling=SHORT)
+    submit(handle, asked)
+
+    model = save_checkpoint(folder / "model", seed=0)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"intermediate_size": config["intermediate_size"] + 16})
+    )
+    logs = folder / "logs"
+    spec = replace(engines.specs[KEEP], index=7, model_path=model, log_dir=logs)
+    with pytest.raises(EngineStartError, match="engine-7 did not start") as failure:
+        started([spec])
+
+    came = outcomes(handle, [request.id for request in asked])
+    groups = [list(pair) for pair in batched(came, 2)]
+    count = len(FAILURES)
+    return Meanwhile(groups[:count], groups[count:], failure.value, logs)  # type: ignore[arg-type]
+
+
+def test_rewards_that_fail_in_any_way_are_recorded_and_disturb_no_other(
+    engines: Engines, meanwhile: Meanwhile
+) -> None:
+    for group, error in zip(meanwhile.failed, FAILURES.values(), strict=True):
         assert [sample.reward_error for sample in group] == [error] * 2
         assert all(sample.reward == 0.0 and not sample.valid for sample in group)
-    for group in groups[len(failures) :]:
+    for group in meanwhile.good:
         assert all(sample.valid and sample.reward == len(sample.text.split()) for sample in group)
 
-    failed = [sample for group in groups[: len(failures)] for sample in group]
+    failed = [sample for group in meanwhile.failed for sample in group]
     lines = [json.loads(line) for line in engines.specs[KEEP].reward_log.read_text().splitlines()]
     assert sorted((line["error"], line["response"]) for line in lines) == sorted(
         (str(sample.reward_error), sample.text) for sample in failed
@@ -419,18 +467,7 @@ def test_engines_write_to_their_logs_and_not_to_the_terminal(
         assert "EngineCore" in spec.log.read_text()
 
 
-def test_an_engine_that_cannot_start_reports_the_reason_and_its_log(
-    engines: Engines, tmp_path: Path
-) -> None:
-    model = save_checkpoint(tmp_path / "model", seed=0)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps(config | {"intermediate_size": config["intermediate_size"] + 16})
-    )
-    spec = replace(engines.specs[KEEP], index=7, model_path=model, log_dir=tmp_path / "logs")
-    with pytest.raises(EngineStartError, match="engine-7 did not start") as failure:
-        started([spec])
-    assert "cause: RuntimeError: start (0) + length (64) exceeds dimension size (48)" in str(
-        failure.value
-    )
-    assert str(tmp_path / "logs" / "engine-7.log") in str(failure.value)
+def test_an_engine_that_cannot_start_reports_the_reason_and_its_log(meanwhile: Meanwhile) -> None:
+    told = str(meanwhile.error)
+    assert "cause: RuntimeError: start (0) + length (64) exceeds dimension size (48)" in told
+    assert str(meanwhile.logs / "engine-7.log") in told

@@ -18,7 +18,7 @@ import torch
 
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Aborted
-from megatron_async_rl.watchdog.deadline import remote_cause
+from megatron_async_rl.watchdog.watch import remote_cause
 from megatron_async_rl.weights.collective import Sender
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 from tests.engine.asking import abort, finished, grown, outcomes, report, sampled, submit
@@ -27,6 +27,7 @@ from tests.engine.running import (
     FEWER,
     KEEP,
     RECOMPUTE,
+    SHORT,
     TEMPERATURE,
     TOLERANCE,
     Engines,
@@ -53,16 +54,20 @@ def through_updates(engines: Engines) -> dict[int, list[Sample]]:
     too many finished before the last of these came."""
     found: dict[int, list[Sample]] = {KEEP: [], RECOMPUTE: []}
     while min(map(len, found.values())) < 2:
-        asked = engines.asked([prompt_of(20, seed) for seed in range(6)], 2)
-        for handle in engines.handles:
-            submit(handle, asked)
+        prompts = [prompt_of(20, seed) for seed in range(6)]
+        asked = {
+            engine: engines.asked(prompts, 2, sampling=sampling)
+            for engine, sampling in ((KEEP, None), (RECOMPUTE, FEWER))
+        }
+        for engine, handle in enumerate(engines.handles):
+            submit(handle, asked[engine])
         done: list[set[str]] = [set(), set()]
         for checkpoint in range(1, UPDATES + 1):
             for engine, handle in enumerate(engines.handles):
                 done[engine] |= grown(handle)
             engines.publish(checkpoint)
         for engine, handle in enumerate(engines.handles):
-            ids = [request.id for request in asked if request.id not in done[engine]]
+            ids = [request.id for request in asked[engine] if request.id not in done[engine]]
             samples = [sample for sample in outcomes(handle, ids) if isinstance(sample, Sample)]
             found[engine] += [s for s in samples if len(set(s.versions.tolist())) == UPDATES + 1]
     return found
@@ -142,7 +147,7 @@ def test_weights_come_over_a_communicator_while_the_engine_samples(
     handle, spec = engines.handles[engine], engines.specs[engine]
     sender = Sender("127.0.0.1", torch.device("cpu"), 400.0)
     meeting = sender.open(spec.rollout.workers)
-    asked = engines.asked([prompt_of(20)], 2)
+    asked = engines.asked([prompt_of(20)], 2, sampling=FEWER)
     submit(handle, asked)
     left = {request.id for request in asked}
     for kept in (None, engines.version + 1):
@@ -184,7 +189,7 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_when_woken_and_contin
     engines: Engines, engine: int
 ) -> None:
     handle = engines.handles[engine]
-    asked = engines.asked([prompt_of(10, seed) for seed in range(4)], 1)
+    asked = engines.asked([prompt_of(10, seed) for seed in range(4)], 1, sampling=FEWER)
     submit(handle, asked)
     call(handle, "sleep")
     asleep, done = report(handle, 0.3), set[str]()
@@ -302,9 +307,10 @@ def test_an_engine_that_dies_at_an_update_reports_it_and_its_successor_loads_the
     assert "EngineDeadError" not in spec.log.read_text()
     engines.feed(manifest, [KEEP])
     for engine in (KEEP, RECOMPUTE):
-        for (sample,) in engines.groups(engine, [prompt_of(8, seed) for seed in range(2)], 1):
+        prompts = [prompt_of(8, seed) for seed in range(2)]
+        for (sample,) in engines.groups(engine, prompts, 1, sampling=SHORT):
             assert set(sample.versions.tolist()) == {engines.version}
-            assert engines.difference(engine, sample, engines.version) < TOLERANCE
+            assert engines.difference(engine, sample, engines.version, sampling=SHORT) < TOLERANCE
 
 
 def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_kill(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_async_rl.policy.families import APEX_WEIGHT_GRADIENTS
 from megatron_async_rl.policy.layers import NORMS
-from megatron_async_rl.policy.supported import APEX_WEIGHT_GRADIENTS
 from tests.gpu.apex_program import CASES
 from tests.gpu.hardware import DEVICE, ON_DEVICE, run_program
 from tests.gpu.test_train_step import TOLERANCES, cosine, flat

@@ -15,10 +15,12 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from megatron_async_rl.flow.buffer import read_buffer
 from megatron_async_rl.flow.errors import RewardFailed
 from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.policy.anomaly import AnomalyReport
 from megatron_async_rl.samples.history import account
+from megatron_async_rl.samples.segments import load, read_entries
 from megatron_async_rl.samples.types import Sample
 from tests.loop.one_process import Crash, Engines, LoopEngine, OneProcess, varied
 from tests.thorough import THOROUGH
@@ -83,9 +85,10 @@ def evaluated(loop: OneProcess) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("ratio", [0, 1, 2])
 def test_every_group_trains_once(loop: OneProcess, ratio: int) -> None:
-    require_whole(
-        loop, loop.run(loop.config(f"whole {ratio}", f"flow.async_ratio={ratio}"), Engines())
-    )
+    run_dir = loop.run(loop.config(f"whole {ratio}", f"flow.async_ratio={ratio}"), Engines())
+    require_whole(loop, run_dir)
+    rows = lines(run_dir / "metrics.jsonl")
+    assert all(len(row["lag/histogram"]) == ratio + 1 and row["lag/max"] <= ratio for row in rows)
 
 
 def test_two_synchronous_runs_end_with_the_same_bits(
@@ -125,6 +128,13 @@ def test_each_version_is_evaluated_once_with_its_own_weights(
     ]
     assert len(asked) == len(set(asked)) == 4 * 3 * 2
     assert {version for version, _ in asked} == {0, 1, 2, 3}
+
+
+def test_evaluation_is_not_counted_as_training(loop: OneProcess) -> None:
+    config = loop.config("evaluated and counted", *SYNCHRONOUS, *evaluated(loop), "eval.engines=1")
+    rows = lines(loop.run(config, Engines()) / "metrics.jsonl")
+    assert rows[-1]["flow/admitted"] == rows[-1]["flow/consumed"] == STEPS * 4
+    assert all(row["flow/dropped_late"] == row["flow/dropped_equal"] == 0 for row in rows)
 
 
 PHASES = list(Phase) if THOROUGH else [Phase.explicit]
@@ -190,6 +200,64 @@ def test_a_resumed_asynchronous_run_loses_nothing(loop: OneProcess, crash: tuple
     done = crash[1] - 1
     if crash[0] != "publish":
         assert resumed.all[0].updates[0] == done, "the run goes on where it was"
+
+
+def test_responses_that_wait_for_their_exact_lag_train_after_a_resume(loop: OneProcess) -> None:
+    """The engines of the second start give other responses."""
+
+    def prepare(engine: LoopEngine) -> None:
+        engine.alter = lambda sample: replace(varied(sample), reward=7.0)
+
+    lag, stopped = 2, STEPS
+    steps = stopped + lag + 2  # the last is sampled by the second start
+    overrides = (
+        *EVERY_STEP,
+        f"flow.async_ratio={lag}",
+        f"flow.selection={{name: exact_lag, lag: {lag}}}",
+        f"run.steps={steps}",
+    )
+    config = loop.config("exact lag", *overrides)
+    with pytest.raises(Crash):
+        # After the checkpoint of the step before.
+        loop.run(config, Engines(), crashes_at=("after await_batch", stopped + 1))
+    checkpoint = config.run.dir / "checkpoint" / f"step_{stopped:08d}"
+    waited = {
+        sample.id: sample
+        for group in read_buffer((checkpoint / "buffer.arrow").read_bytes()).groups
+        for sample in group.samples
+    }
+    require_whole(loop, loop.run(config, Engines(prepare=prepare)), steps)
+
+    trained: dict[int, list[Sample]] = {}
+    entries = [entry for entry in read_entries(config.run.dir) if entry.state == "trained"]
+    for entry, sample in load(config.run.dir, entries):
+        trained.setdefault(*entry.steps, []).append(sample)
+    for step in range(stopped + 1, stopped + lag + 1):
+        assert len(trained[step]) == 8
+        for sample in trained[step]:
+            assert sample.reward == waited[sample.id].reward != 7.0
+            assert sample.response_ids.tolist() == waited[sample.id].response_ids.tolist()
+            assert set(sample.versions.tolist()) == {step - 1 - lag}
+    assert {sample.reward for sample in trained[steps]} == {7.0}
+    rows = lines(config.run.dir / "metrics.jsonl")
+    assert [np.flatnonzero(row["lag/histogram"]).tolist() for row in rows] == [
+        [min(step, lag)] for step in range(steps)
+    ]
+
+
+def test_replay_trains_on_stored_responses_of_any_age(loop: OneProcess) -> None:
+    config = loop.config(
+        "replay",
+        "flow.selection={name: replay, recent: 0.3}",
+        "objective={loss: trajectory_balance, advantage: none, reference: {}}",
+        "run.steps=8",
+    )
+    rows = lines(loop.run(config, Engines()) / "metrics.jsonl")
+    assert rows[-1]["flow/replayed"] > 0
+    assert max(row["lag/start_max"] for row in rows) > 1, (
+        "older than the law lets anything enter the store"
+    )
+    assert all(row["flow/consumed"] == 4 * row["step"] for row in rows)
 
 
 LOSSES = st.one_of(

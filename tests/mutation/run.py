@@ -65,6 +65,8 @@ WHOLE_LOOP = "tests/loop/test_loop.py"
 TESTS_S = 60.0
 """Total duration of the tests of one round that execute a mutant's lines."""
 NAMED_TESTS_S = 900.0
+FILE_S = 900.0
+"""Longest time that the tests of one file may take without a mutant."""
 OTHERS_S = 15.0
 """Total duration of tests that may execute a mutant's lines without a record: in a fixture of an
 earlier test or in another process."""
@@ -218,11 +220,11 @@ class Workspace:
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
             compiled.write_bytes(kept)
 
-    def run(self, act: Callable[[], Any], timeout: float | None) -> Any:
+    def run(self, act: Callable[[], Any], timeout: float) -> Any:
         return run_in_child(act, timeout, self._output)
 
 
-def run_in_child(act: Callable[[], Any], timeout: float | None, output: Path) -> Any:
+def run_in_child(act: Callable[[], Any], timeout: float, output: Path) -> Any:
     """Return the result of `act` in a child process, converted by JSON; None if it takes longer
     than `timeout` or the child fails. Its output goes to a file. Ends all processes that the child
     started."""
@@ -250,8 +252,8 @@ def run_in_child(act: Callable[[], Any], timeout: float | None, output: Path) ->
         _end_new_children(before)
 
 
-def _result(child: int, read: int, timeout: float | None) -> Any:
-    end = None if timeout is None else time.monotonic() + timeout
+def _result(child: int, read: int, timeout: float) -> Any:
+    end: float | None = time.monotonic() + timeout
     process = os.pidfd_open(child)
     parts = []
     with open(read, "rb") as pipe:
@@ -415,7 +417,9 @@ class Judge:
             _pytest([file], recorder)
             return vars(recorder.baseline)
 
-        found = self._workspace.run(act, None)
+        found = self._workspace.run(act, FILE_S)
+        if found is None:
+            print(f"  {file}: did not end within {FILE_S:.0f} s, or crashed: judges no mutant")
         return Baseline(**found) if found is not None else Baseline()
 
 
@@ -443,6 +447,9 @@ def main() -> int:
     ]
     drawn = sample(mutants, options.count, options.seed)
     _become_subreaper()
+    # A shell that starts this in the background has SIGINT ignored, and tests that press Ctrl-C
+    # would wait forever.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     survivors = []
     start = time.monotonic()
     known = reviewed()

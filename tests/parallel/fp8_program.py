@@ -23,7 +23,7 @@ from megatron.core.transformer import transformer_config
 from megatron_async_rl.config.controls import DisplacementControl, GacControl
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.config.policy import Fp8Config, ParallelConfig, PolicyConfig
-from megatron_async_rl.policy import checkpoint, model, supported
+from megatron_async_rl.policy import checkpoint, families, model
 from megatron_async_rl.policy import parameters as files
 from megatron_async_rl.policy.adam_view import MASTER, adam_shards, masters_of, optimizer_state
 from megatron_async_rl.policy.megatron_private import optimizer_parts
@@ -77,9 +77,9 @@ DECAY = 0.6
 @contextmanager
 def on_local_layers() -> Iterator[None]:
     """Policies with `fp8` are built of local layers, on any device."""
-    choose = supported.choose_layers
+    choose = families.choose_layers
 
-    def local(asked: str, *, fp8: bool, **facts: object) -> supported.ChosenLayers:
+    def local(asked: str, *, fp8: bool, **facts: object) -> families.ChosenLayers:
         return choose("local", **facts)
 
     with (

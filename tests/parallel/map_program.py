@@ -22,10 +22,9 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.adam_view import optimizer_slices
 from megatron_async_rl.policy.blocks import ModelBlocks
-from megatron_async_rl.policy.cuts import Cuts
 from megatron_async_rl.policy.model import assemble_model
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
-from megatron_async_rl.policy.parameters import local_entries
+from megatron_async_rl.policy.parameters import Cuts, local_entries
 from tests.parallel.plan_program import META, build_on_meta, layout_of, leave
 
 

@@ -259,6 +259,7 @@ def specs(count: int, first_version: int = -1) -> list[EngineSpec]:
             seed=0,
             device="cpu",
             log_dir=Path("logs"),
+            transport="shared_memory",
             first_version=first_version,
         )
         for index in range(count)

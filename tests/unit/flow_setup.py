@@ -15,7 +15,7 @@ from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.controller_spec import ControllerSpec, DataState
 from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
-from megatron_async_rl.flow.group_rewards import GroupRewards
+from megatron_async_rl.rollout.scoring import GroupRewards
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.columns import rows_of_lists
 from megatron_async_rl.samples.rows import SampleRow, TrainBatch, rescored
@@ -102,7 +102,7 @@ def controller_of(
         reward=RewardConfig(
             name="its:own", per="group" if whole else "response", on_error=on_error
         ),
-        **settings,
+        **{"steps": None, "fresh_steps": 0, "seed": 0, **settings},
     )
     controller = Controller(source(), spec, launch)
     if whole is not None:

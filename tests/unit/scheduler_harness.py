@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 
 from megatron_async_rl.config.flow import FlowConfig
-from megatron_async_rl.flow.buffer import SampleGroup, buffer_bytes, read_buffer
+from megatron_async_rl.flow.buffer import buffer_bytes, read_buffer
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.samples import Prompt, Sample
-from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.rows import SampleGroup, SampleRow
 from megatron_async_rl.samples.types import Request
 from tests.train_batches import row
+
+
+def _scheduler(flow: FlowConfig, steps: int | None) -> Scheduler:
+    return Scheduler(flow, steps=steps, fresh_steps=0, seed=0, scored_whole=False)
 
 
 class SchedulerHarness:
@@ -33,7 +37,7 @@ class SchedulerHarness:
             "async_ratio": async_ratio,
             **more,
         }
-        self.scheduler = Scheduler(FlowConfig(**self.settings), steps=steps)
+        self.scheduler = _scheduler(FlowConfig(**self.settings), steps)
         self.scheduler.start(0)
         self.asked: dict[str, Request] = {}
         self.drawn = 0
@@ -44,7 +48,7 @@ class SchedulerHarness:
         """Another scheduler continues with what this one saves; returns what it requests again."""
         saved = self.scheduler
         self.settings |= changed
-        self.scheduler = Scheduler(FlowConfig(**self.settings), steps=steps)
+        self.scheduler = _scheduler(FlowConfig(**self.settings), steps)
         requests = self.scheduler.start(
             version,
             saved.next_index,

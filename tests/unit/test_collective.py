@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 from torch.distributed import TCPStore
 
+from megatron_async_rl.watchdog.run_folder import WEIGHTS_PREFIX
 from megatron_async_rl.weights import collective
 from megatron_async_rl.weights.collective import (
     BLOCKING_WAIT,
@@ -31,7 +32,6 @@ from megatron_async_rl.weights.collective import (
 from megatron_async_rl.weights.manifest import Manifest, Meeting, StagedCopy, WeightUpdate
 from megatron_async_rl.weights.shared_memory import BucketFile, BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import Staging
-from megatron_async_rl.weights.stale_files import PREFIX
 from megatron_async_rl.weights.transport import whole_bucket
 from tests.staged import stage
 from tests.unit.collective_harness import CPU, Worker
@@ -131,7 +131,7 @@ def test_each_bucket_reaches_one_worker_and_all_of_them_are_the_version(
 
 
 def files(folder: Path) -> set[str]:
-    return {str(path) for path in folder.glob(f"{PREFIX}*")}
+    return {str(path) for path in folder.glob(f"{WEIGHTS_PREFIX}*")}
 
 
 def bucket_bytes(manifest: Manifest) -> list[torch.Tensor]:

@@ -33,8 +33,8 @@ from megatron_async_rl.plan.fit import memory_ran_out
 from megatron_async_rl.plan.machine import GIB
 from megatron_async_rl.rollout import engine_process
 from megatron_async_rl.rollout.engine_process import EngineStartError
-from megatron_async_rl.watchdog.deadline import DeadlineExceeded
 from megatron_async_rl.watchdog.events import described, failure_of, out_of_memory
+from megatron_async_rl.watchdog.watch import DeadlineExceeded
 from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
 from megatron_async_rl.weights.manifest import BucketRef, WeightMismatch
 from tests.cases import looped

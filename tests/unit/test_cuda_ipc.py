@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from megatron_async_rl.watchdog.events import out_of_memory
+from megatron_async_rl.watchdog.run_folder import WEIGHTS_PREFIX
 from megatron_async_rl.weights import cuda_ipc
 from megatron_async_rl.weights.cuda_ipc import CudaIpc, DeviceReader, IpcBuckets
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import NotStaged
-from megatron_async_rl.weights.stale_files import PREFIX
 from megatron_async_rl.weights.transport import ShardSlice
 from tests.staged import specs
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Folder that replaces /dev/shm; it must be empty at the end."""
     monkeypatch.setattr(cuda_ipc, "SharedMemory", lambda: SharedMemory(tmp_path))
     yield tmp_path
-    assert not list(tmp_path.glob(f"{PREFIX}*"))
+    assert not list(tmp_path.glob(f"{WEIGHTS_PREFIX}*"))
 
 
 def weights(version: int) -> list[dict[str, torch.Tensor]]:
@@ -65,7 +65,7 @@ def stage(lending: IpcBuckets, version: int, rank: int = 0, ranks: int = 1) -> M
 
 
 def files(folder: Path) -> list[Path]:
-    return list(folder.glob(f"{PREFIX}*"))
+    return list(folder.glob(f"{WEIGHTS_PREFIX}*"))
 
 
 def test_every_bucket_comes_whole_out_of_two_places(folder: Path) -> None:

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_async_rl.policy import parameters
-from megatron_async_rl.policy.cuts import Cut, Cuts, ParameterEntry
-from megatron_async_rl.policy.parameters import HuggingFaceTensors
+from megatron_async_rl.policy.parameters import Cut, Cuts, HuggingFaceTensors, ParameterEntry
 from tests.cases import looped
 
 Q, K = torch.arange(24.0).reshape(4, 6), 100 + torch.arange(12.0).reshape(2, 6)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import ray
 
-from megatron_async_rl.watchdog import deadline
-from megatron_async_rl.watchdog.deadline import (
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.events import failure_of
+from megatron_async_rl.watchdog.logs import SECONDARY
+from megatron_async_rl.watchdog.watch import (
     DeadlineExceeded,
     ProcessDied,
     await_named,
@@ -20,14 +22,12 @@ from megatron_async_rl.watchdog.deadline import (
     ray_get,
     waiting,
 )
-from megatron_async_rl.watchdog.events import failure_of
-from megatron_async_rl.watchdog.logs import SECONDARY
 from tests.unit import virtual_time
 
 
 @pytest.fixture(autouse=True)
 def _rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "_process_name", None)
+    monkeypatch.setattr(watch, "_process_name", None)
     name_this_process("rank 0")
 
 

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from megatron_async_rl.plan import doctor
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine
-from megatron_async_rl.policy.families import FAMILIES
-from megatron_async_rl.policy.supported import EXPECTED, REFUSED, unsupported
+from megatron_async_rl.policy.families import EXPECTED, FAMILIES, REFUSED, unsupported
 from megatron_async_rl.rollout.isolation.sandbox import SandboxError
 from tests.cases import looped
 

@@ -64,6 +64,7 @@ def spec_with(tmp_path: Path, device: Literal["cpu", "cuda"] = "cpu", **vllm: An
         seed=1,
         device=device,
         log_dir=tmp_path,
+        transport="shared_memory",
     )
 
 

@@ -29,7 +29,7 @@ from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import SCHEMA, batch_of
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Aborted
-from megatron_async_rl.watchdog.deadline import ProcessDied
+from megatron_async_rl.watchdog.watch import ProcessDied
 from tests.unit import virtual_time
 from tests.unit.fake_engine import partial
 

@@ -38,10 +38,15 @@ from megatron_async_rl.rollout.environments import (
 from megatron_async_rl.rollout.environments.built_in import verifiers as verifiers_module
 from megatron_async_rl.rollout.environments.built_in.openenv import _action_schema
 from megatron_async_rl.rollout.environments.built_in.tools import Tools, prompt_tokenizer
-from megatron_async_rl.rollout.environments.chat import EpisodeMessages, PlainText
 from megatron_async_rl.rollout.environments.episode import Episodes, failures
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
-from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
+from megatron_async_rl.rollout.environments.transcript import (
+    EpisodeMessages,
+    PlainText,
+    Transcript,
+    Turn,
+    TurnRequest,
+)
 from megatron_async_rl.rollout.isolation import child
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
 from megatron_async_rl.rollout.vllm.tool_parser import ToolParser

@@ -25,7 +25,7 @@ from megatron_async_rl.controls.decision import build_controls
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.policy import families
 from megatron_async_rl.policy.bridge import PolicyBridge
-from megatron_async_rl.policy.supported import unsupported
+from megatron_async_rl.policy.families import unsupported
 from megatron_async_rl.rollout import environments
 from megatron_async_rl.samples.types import Prompt
 from megatron_async_rl.weights.shared_memory import SharedMemory
@@ -185,7 +185,6 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(environments.BUILT_IN, "echo", environment)
     found = families.found_families()
     monkeypatch.setattr(families, "FAMILIES", found)
-    monkeypatch.setattr("megatron_async_rl.policy.supported.FAMILIES", found)
     yield
     for one in ADDITIONS.values():
         sys.modules.pop(f"megatron_async_rl.{one.package}.{one.name}", None)

@@ -27,7 +27,6 @@ from megatron_async_rl.launch.ending import explain_failure
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.policy.parallel import RankZeroFailed
 from megatron_async_rl.samples.types import Sample
-from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ProcessDied
 from megatron_async_rl.watchdog.events import (
     Failure,
     failure_of,
@@ -38,6 +37,7 @@ from megatron_async_rl.watchdog.events import (
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY
 from megatron_async_rl.watchdog.progress_monitor import ProgressMonitor, write_whole
 from megatron_async_rl.watchdog.stall import HostSnapshot, publish
+from megatron_async_rl.watchdog.watch import DeadlineExceeded, ProcessDied
 from tests.cases import looped
 from tests.logged_samples import row, sample
 from tests.written_run import config_tree

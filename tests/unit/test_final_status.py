@@ -22,7 +22,7 @@ from megatron_async_rl.launch.rendezvous import PeerNodes
 from megatron_async_rl.launch.run_lock import RunDirectoryError, usable
 from megatron_async_rl.metrics.status import Status, read_status
 from megatron_async_rl.report.progress import Progress
-from megatron_async_rl.watchdog import deadline, watch
+from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.events import described
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 from tests.written_run import config_tree
@@ -192,7 +192,7 @@ def test_a_process_that_received_a_signal_is_named_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ray turns SIGTERM into this exception."""
-    monkeypatch.setattr(deadline, "_process_name", "rank 0")
+    monkeypatch.setattr(watch, "_process_name", "rank 0")
     words = f"rank 0 (pid {os.getpid()}) was ended by SIGTERM"
     assert described(SystemExit(int(signal.SIGTERM))) == words
     assert described(SystemExit(2)) == "SystemExit: 2"

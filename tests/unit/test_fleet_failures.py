@@ -21,7 +21,7 @@ from megatron_async_rl.flow.engine_task import PendingRequest
 from megatron_async_rl.flow.errors import EngineFailed, RequestGivenUp
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import Aborted, Request
-from megatron_async_rl.watchdog.deadline import ProcessDied
+from megatron_async_rl.watchdog.watch import ProcessDied
 from tests.cases import looped
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, partial
 from tests.unit.fleet_harness import FleetHarness, fleet_of, ids, never, requests

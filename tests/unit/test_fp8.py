@@ -31,8 +31,8 @@ from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import resolved
 from megatron_async_rl.policy import blocks, fp8
 from megatron_async_rl.policy.attention import ContextParallelSlice
+from megatron_async_rl.policy.families import PINNED, choose_layers
 from megatron_async_rl.policy.packing import LAYOUTS, sequence_layout
-from megatron_async_rl.policy.supported import PINNED, choose_layers
 from tests.cases import looped
 from tests.written_run import write_model, write_run
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.config.controls import CalibrateConfig, GacControl
-from megatron_async_rl.controls.alignment import KEEP, PROJECT
-from megatron_async_rl.controls.calibration import CosineCalibration
+from megatron_async_rl.controls.alignment import KEEP, PROJECT, CosineCalibration
 from megatron_async_rl.controls.gac import Gac
 from tests.gradients import flat, gradient, step
 

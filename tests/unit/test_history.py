@@ -25,9 +25,8 @@ from megatron_async_rl.flow.controller_spec import DataState
 from megatron_async_rl.flow.sample_log import SampleLogWriter, open_sample_log
 from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.samples import history
-from megatron_async_rl.samples.frames import SegmentBroken
+from megatron_async_rl.samples.frames import MARK_FILE, SegmentBroken
 from megatron_async_rl.samples.history import HistoryBroken, account
-from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
 from megatron_async_rl.samples.segments import FOLDER, gaps_in, read_entries, read_table
 from megatron_async_rl.samples.types import Request, Sample
 from tests.cases import looped

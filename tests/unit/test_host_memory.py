@@ -26,10 +26,10 @@ from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.rollout.vllm import client
 from megatron_async_rl.rollout.vllm.client import EngineDied
 from megatron_async_rl.watchdog import host_memory
-from megatron_async_rl.watchdog.deadline import KilledForMemory, ProcessDied, answer_of, ray_get
 from megatron_async_rl.watchdog.events import failure_of, out_of_memory
 from megatron_async_rl.watchdog.host_memory import KillCount, LoggedKill, kills_in
 from megatron_async_rl.watchdog.logs import PRIMARY, SECONDARY
+from megatron_async_rl.watchdog.watch import KilledForMemory, ProcessDied, answer_of, ray_get
 from tests.cases import looped
 from tests.written_run import write_run
 

@@ -31,7 +31,7 @@ LIGHT = (
     "megatron_async_rl.flow, megatron_async_rl.flow.controller",
     "megatron_async_rl.metrics.log, megatron_async_rl.report.progress",
     "megatron_async_rl.metrics.sinks",
-    "megatron_async_rl.watchdog.deadline, megatron_async_rl.watchdog.logs",
+    "megatron_async_rl.watchdog.watch, megatron_async_rl.watchdog.logs",
     "megatron_async_rl.rollout, megatron_async_rl.rollout.spec",
     "megatron_async_rl.rollout.rewards.registry",
     "megatron_async_rl.cli, megatron_async_rl.study, megatron_async_rl.plan.preflight",

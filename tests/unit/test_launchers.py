@@ -291,7 +291,7 @@ def test_a_machine_of_engines_joins_machine_0_and_ends_with_it(
     assert not [line for line in machine.lines() if line.startswith("mar")]
     assert not Path(folder).parent.exists(), "Ray's session went with it"
     # What engines that were killed left in its shared memory goes last.
-    assert machine.lines()[-1] == "python -m megatron_async_rl.weights.stale_files"
+    assert machine.lines()[-1] == "python -m megatron_async_rl.watchdog.run_folder"
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,10 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine, described_machine, this_machine
 from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
-from megatron_async_rl.policy.families import FAMILIES
+from megatron_async_rl.policy.families import FAMILIES, PINNED, ChosenLayers, choose_layers
 from megatron_async_rl.policy.layers import CHECKPOINT_KEYS, LAYERS
 from megatron_async_rl.policy.model import refuse_mixed
 from megatron_async_rl.policy.parameters import whole_model_names
-from megatron_async_rl.policy.supported import PINNED, ChosenLayers, choose_layers
 from tests.cases import looped
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_run

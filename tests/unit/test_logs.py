@@ -202,7 +202,7 @@ def test_the_process_that_fell_silent_first_is_the_cause(tmp_path: Path) -> None
 def test_a_deadline_gives_way_to_what_it_waited_for(tmp_path: Path) -> None:
     deadline = (
         'Traceback (most recent call last):\n  File "/app/train.py", line 3, in'
-        " f\nmegatron_async_rl.watchdog.deadline.DeadlineExceeded: rank 0 waited 600.0 s for engine"
+        " f\nmegatron_async_rl.watchdog.watch.DeadlineExceeded: rank 0 waited 600.0 s for engine"
         " 0, which did not come\n"
     )
     write(tmp_path, rank_0=deadline, rank_1=GLOO)

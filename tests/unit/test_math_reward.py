@@ -11,8 +11,8 @@ import pytest
 
 from megatron_async_rl.rollout.rewards import mathematics
 from megatron_async_rl.rollout.rewards.finished_form import is_finished
+from megatron_async_rl.rollout.rewards.formula_equality import combination
 from megatron_async_rl.rollout.rewards.formula_parser import read
-from megatron_async_rl.rollout.rewards.formula_terms import combination
 from megatron_async_rl.rollout.rewards.math_answer import read_answer
 from megatron_async_rl.rollout.rewards.mathematics import math
 from megatron_async_rl.rollout.rewards.registry import RewardError, validate_row

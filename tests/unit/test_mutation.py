@@ -112,8 +112,8 @@ def test_nearest_tests_have_the_modules_name_or_the_fewest_imports(tmp_path: Pat
 
 def test_a_child_that_hangs_or_fails_has_no_result(tmp_path: Path):
     output = tmp_path / "output"
-    assert run_in_child(lambda: ["done", 1], None, output) == ["done", 1]
-    assert run_in_child(lambda: 1 / 0, None, output) is None
+    assert run_in_child(lambda: ["done", 1], 60.0, output) == ["done", 1]
+    assert run_in_child(lambda: 1 / 0, 60.0, output) is None
     assert run_in_child(lambda: time.sleep(1000), 0.1, output) is None
 
 
@@ -123,7 +123,7 @@ def test_no_process_outlives_the_child_that_started_it(tmp_path: Path):
     def leave() -> None:
         subprocess.Popen(["sleep", "1000"], pass_fds=[write])
 
-    assert run_in_child(lambda: leave() or 1, None, tmp_path / "output") == 1
+    assert run_in_child(lambda: leave() or 1, 60.0, tmp_path / "output") == 1
     os.close(write)
     assert os.read(read, 1) == b"", "every holder of the other end has ended"
     os.close(read)

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_async_rl.watchdog.run_folder import WEIGHTS_PREFIX
 from megatron_async_rl.weights import relay
 from megatron_async_rl.weights.manifest import Manifest, StagedCopy
 from megatron_async_rl.weights.relay import WeightAgent
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer, requested
 from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import Staging
-from megatron_async_rl.weights.stale_files import PREFIX
 from tests.staged import stage
 
 PATIENT_S = 600.0
@@ -47,7 +47,7 @@ class Machines:
         return manifest
 
     def files(self) -> set[str]:
-        return {str(path) for path in self.there.glob(f"{PREFIX}*")}
+        return {str(path) for path in self.there.glob(f"{WEIGHTS_PREFIX}*")}
 
 
 def weights(version: int, buckets: int = 2) -> list[dict[str, torch.Tensor]]:

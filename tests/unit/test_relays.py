@@ -21,7 +21,7 @@ from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.updates import Relayed, Staged, VersionCopies
 from megatron_async_rl.rollout.spec import HERE
-from megatron_async_rl.watchdog.deadline import ProcessDied
+from megatron_async_rl.watchdog.watch import ProcessDied
 from megatron_async_rl.weights.collective import Sender
 from megatron_async_rl.weights.manifest import Meeting, WeightUpdate
 from megatron_async_rl.weights.relay_server import RelayFailed

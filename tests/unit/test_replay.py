@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.config.flow import Replay
-from megatron_async_rl.flow.buffer import SampleGroup
-from megatron_async_rl.flow.selection import ReplayStore
+from megatron_async_rl.flow.scheduler import ReplayStore
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import batch_of
-from megatron_async_rl.samples.rows import SampleRow, rows_of
+from megatron_async_rl.samples.rows import SampleGroup, SampleRow, rows_of
 from tests.train_batches import make_sample, row
 
 P_VALUE_1E4 = {3: 21.11, 9: 33.72}

@@ -95,6 +95,7 @@ def working(
         seed=1,
         device="cpu",
         log_dir=logs,
+        transport="shared_memory",
         records_experts=records_experts,
         evaluations={"held": SamplingConfig(max_tokens=max_tokens)},
     )

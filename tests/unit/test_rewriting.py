@@ -19,8 +19,8 @@ from examples.rewriting.alignment import alignment, mean_logprobs
 from examples.rewriting.rewards import consistent, correct, distance, diversity
 from examples.rewriting.run import ARMS, skills, table, verified
 from megatron_async_rl.config.load import load
-from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.rollout.scoring import GroupRewards
 from megatron_async_rl.samples import Prompt
 from tests.train_batches import make_sample, row
 

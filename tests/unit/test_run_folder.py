@@ -18,11 +18,11 @@ from megatron_async_rl.watchdog.run_folder import (
     LONGEST,
     SHARED_MEMORY,
     VARIABLE,
+    remove_stale,
     remove_stale_folders,
     remove_stale_shared_memory,
     run_folder,
 )
-from megatron_async_rl.weights.stale_files import remove_stale
 
 OWNER = """
 import os, sys, time

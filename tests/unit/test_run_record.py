@@ -15,17 +15,16 @@ from typer.testing import CliRunner
 
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import dump, load
-from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import SamplesConfig
+from megatron_async_rl.config.settings_model import code_digests
 from megatron_async_rl.flow.sample_log import SampleLogWriter
 from megatron_async_rl.metrics.log import MetricsLog, digest_of_step
 from megatron_async_rl.metrics.status import Status, read_status, write_status
 from megatron_async_rl.plan.resume import checkpoint_notes, checkpoint_problems
 from megatron_async_rl.plan.run_record import record_of
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken, newest, steps
-from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
-from megatron_async_rl.samples.log_mark import LogMark
+from megatron_async_rl.samples.frames import MARK_FILE, LogMark
 from tests.damaged_run import (
     DAMAGES,
     STEPS,

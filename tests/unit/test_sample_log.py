@@ -27,9 +27,15 @@ from megatron_async_rl.flow.sample_log import SampleLog, SampleLogWriter, open_s
 from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.report.samples import SampleQuery, choose, newest_trained, samples_section
 from megatron_async_rl.samples.columns import NUMERIC, batch_of
-from megatron_async_rl.samples.frames import CLOSED, HEADER_BYTES, OPEN, SegmentBroken
-from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
-from megatron_async_rl.samples.log_mark import LogMark, read_mark
+from megatron_async_rl.samples.frames import (
+    CLOSED,
+    HEADER_BYTES,
+    MARK_FILE,
+    OPEN,
+    LogMark,
+    SegmentBroken,
+    read_mark,
+)
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.segments import (
     FOLDER,

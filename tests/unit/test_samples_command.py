@@ -23,8 +23,7 @@ from megatron_async_rl.metrics.log import EvalLog
 from megatron_async_rl.report import report as report_module
 from megatron_async_rl.report.report import write_report
 from megatron_async_rl.report.samples import SampleQuery, choose, print_samples, samples_section
-from megatron_async_rl.samples.frames import OPEN
-from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
+from megatron_async_rl.samples.frames import MARK_FILE, OPEN
 from megatron_async_rl.samples.segments import FOLDER, path_of
 from megatron_async_rl.samples.types import Sample
 from tests.cases import looped

@@ -15,19 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatron_async_rl.config.flow import ExactLag, FlowConfig, OldestFirst, Replay, Windowed
-from megatron_async_rl.flow.buffer import (
-    EMPTY,
-    Buffer,
-    GroupState,
-    SampleGroup,
-    buffer_bytes,
-    read_buffer,
-)
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState, buffer_bytes, read_buffer
 from megatron_async_rl.flow.group_table import DROPPED
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.staleness import admitted_limit, is_feasible
 from megatron_async_rl.samples import Prompt, Sample
-from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.rows import SampleGroup, SampleRow
 from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
 from tests.thorough import examples
 from tests.train_batches import row
@@ -112,7 +105,9 @@ class World(RuleBasedStateMachine):
     ) -> None:
         self.flow, self.base, self.newest = flow, version, version
         self.held = [version] * ENGINES
-        self.scheduler = Scheduler(flow, steps=self.steps, fresh_steps=self.fresh, seed=1)
+        self.scheduler = Scheduler(
+            flow, steps=self.steps, fresh_steps=self.fresh, seed=1, scored_whole=False
+        )
         requests = self.scheduler.start(version, next_index, pending, buffer, oldest)
         self.left, self.admitted = pending, set(waiting(self.scheduler))
         self.places = {entry.index: entry.prompt for entry in waiting(self.scheduler).values()}

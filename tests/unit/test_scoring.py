@@ -21,13 +21,14 @@ import pytest
 import uvloop
 
 from megatron_async_rl.config.rollout import RewardConfig
-from megatron_async_rl.flow.group_rewards import LOG, GroupRewards
 from megatron_async_rl.rollout.isolation import supervisor
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
 from megatron_async_rl.rollout.rewards.mathematics import REWARDS as MATHEMATICS
 from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardError
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import (
+    LOG,
+    GroupRewards,
     Scorer,
     require_rewards,
     reward_fields,

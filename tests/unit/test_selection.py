@@ -11,7 +11,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_async_rl.flow.selection import oldest_first, windowed
+from megatron_async_rl.flow.scheduler import oldest_first, windowed
 from megatron_async_rl.flow.staleness import is_feasible
 
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from megatron_async_rl.watchdog.events import failure_of
+from megatron_async_rl.watchdog.run_folder import SHARED_MEMORY, WEIGHTS_PREFIX, remove_stale
 from megatron_async_rl.weights.manifest import BucketRef
 from megatron_async_rl.weights.shared_memory import (
     BucketFile,
     BucketReader,
     BucketWriter,
 )
-from megatron_async_rl.weights.stale_files import PREFIX, SHARED_MEMORY, remove_stale
 from megatron_async_rl.weights.transport import TensorSpec, entries_of, size_of
 
 
@@ -40,7 +40,7 @@ def fill(ref: BucketRef, **tensors: torch.Tensor) -> None:
 
 
 def leftovers(directory: Path) -> list[Path]:
-    return list(directory.glob(f"{PREFIX}*"))
+    return list(directory.glob(f"{WEIGHTS_PREFIX}*"))
 
 
 def test_what_is_read_is_what_was_written_bit_for_bit(tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ time.sleep(3600)
 
 
 def test_a_launcher_of_engines_sweeps_by_a_command() -> None:
-    left = SHARED_MEMORY / f"{PREFIX}of-nobody-{os.getpid()}"
+    left = SHARED_MEMORY / f"{WEIGHTS_PREFIX}of-nobody-{os.getpid()}"
     left.touch()
-    module = "megatron_async_rl.weights.stale_files"
+    module = "megatron_async_rl.watchdog.run_folder"
     subprocess.run([sys.executable, "-m", module], check=True, timeout=600)
     assert not left.exists()

@@ -15,11 +15,11 @@ from megatron_async_rl.config.weights import CARRIERS, CarrierCapabilities
 from megatron_async_rl.flow.batches import controller_spec
 from megatron_async_rl.plan.layout import engines_elsewhere
 from megatron_async_rl.plan.machine import Machine
+from megatron_async_rl.watchdog.run_folder import WEIGHTS_PREFIX
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import NotStaged, SingleProcess, Staging, staging_of
-from megatron_async_rl.weights.stale_files import PREFIX
 from megatron_async_rl.weights.transport import Carrier, ShardSlice, TensorSpec, carrier
 from tests.staged import parts, specs, stage
 from tests.written_run import write_run
@@ -32,7 +32,7 @@ def buckets(count: int, value: float = 0.0) -> list[dict[str, torch.Tensor]]:
 
 
 def files(directory: Path) -> set[Path]:
-    return set(directory.glob(f"{PREFIX}*"))
+    return set(directory.glob(f"{WEIGHTS_PREFIX}*"))
 
 
 def loaded(manifest: Manifest) -> dict[str, torch.Tensor]:

@@ -16,6 +16,10 @@ RATIOS = st.one_of(
 )
 
 
+def limit_of(version: int, prompts: int, ratio: float, fresh: int = 0) -> int:
+    return admitted_limit(version, prompts, ratio, fresh, oversample=0.0)
+
+
 @looped(
     ("version", "prompts", "ratio", "limit"),
     [
@@ -32,7 +36,7 @@ RATIOS = st.one_of(
 def test_the_limit_is_a_step_ahead_plus_alpha_steps_rounded_up(
     version: int, prompts: int, ratio: float, limit: int
 ) -> None:
-    assert admitted_limit(version, prompts, ratio) == limit
+    assert limit_of(version, prompts, ratio) == limit
 
 
 @looped(("ratio", "lag"), [(0, 0), (0.1, 1), (1, 1), (1.5, 2), (2, 2), (256, 256)])
@@ -45,10 +49,7 @@ def test_the_largest_lag_is_alpha_rounded_up(ratio: float, lag: int) -> None:
 def test_each_version_admits_exactly_one_more_batch(
     prompts: int, ratio: float, version: int
 ) -> None:
-    assert (
-        admitted_limit(version + 1, prompts, ratio) - admitted_limit(version, prompts, ratio)
-        == prompts
-    )
+    assert limit_of(version + 1, prompts, ratio) - limit_of(version, prompts, ratio) == prompts
 
 
 @settings(deadline=None)
@@ -58,9 +59,9 @@ def test_each_version_admits_exactly_one_more_batch(
 def test_fresh_steps_admit_as_if_synchronous_and_nothing_later_is_admitted_less(
     prompts: int, ratio: float, version: int, fresh: int
 ) -> None:
-    expected = admitted_limit(version, prompts, 0.0 if version < fresh else ratio)
-    assert admitted_limit(version, prompts, ratio, fresh) == expected
-    assert admitted_limit(version + 1, prompts, ratio, fresh) >= expected + prompts
+    expected = limit_of(version, prompts, 0.0 if version < fresh else ratio)
+    assert limit_of(version, prompts, ratio, fresh) == expected
+    assert limit_of(version + 1, prompts, ratio, fresh) >= expected + prompts
 
 
 def lags_of_a_run(
@@ -75,7 +76,7 @@ def lags_of_a_run(
     finished: set[int] = set()
     lags: list[int] = []
     for _ in itertools.count():
-        while admitted < admitted_limit(version, prompts, ratio, fresh):
+        while admitted < limit_of(version, prompts, ratio, fresh):
             heapq.heappush(
                 waiting, (now + chance.expovariate(2.0) * chance.choice([0, 1, 10]), admitted)
             )

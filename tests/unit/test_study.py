@@ -112,6 +112,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     monkeypatch.setattr(study_module, "TRAIN", (sys.executable, str(script)))
+    monkeypatch.setattr(study_module, "POLL_S", 0.02)
     return script
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import waiting
+from megatron_async_rl.watchdog.watch import waiting
 
 PROGRAM = """
 import argparse, time

@@ -19,7 +19,6 @@ import pytest
 from megatron_async_rl.flow.errors import EngineFailed
 from megatron_async_rl.watchdog import stall
 from megatron_async_rl.watchdog import watchdog as watchdog_module
-from megatron_async_rl.watchdog.deadline import DeadlineExceeded
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, of_run
 from megatron_async_rl.watchdog.progress_monitor import ProcessState, read_states
 from megatron_async_rl.watchdog.stall import (
@@ -31,6 +30,7 @@ from megatron_async_rl.watchdog.stall import (
     read_summary,
     suspects,
 )
+from megatron_async_rl.watchdog.watch import DeadlineExceeded
 from megatron_async_rl.watchdog.watchdog import Watchdog
 from tests.cases import looped
 
@@ -163,17 +163,17 @@ def test_a_run_moves_while_any_process_of_it_does(run: RunOfProcesses) -> None:
     run.start("rank 0", WAITS)
     run.start("engine-0", MOVES)
     # A busy machine may keep the working one from moving, but not each time.
-    assert any(look_for(run.watchdog(5.0), 6) is None for _ in range(20))
+    assert any(look_for(run.watchdog(2.0), 3) is None for _ in range(20))
 
 
 def test_a_phase_may_last_as_long_as_it_announced_and_no_longer(run: RunOfProcesses) -> None:
     run.start("rank 0", WAITS)
     began = time.monotonic()
-    run.start("engine-0", STARTS, "4")
+    run.start("engine-0", STARTS, "2")
     run.beaten("engine-0")
     found = look_for(run.watchdog(0.5), 600)
     assert found is not None
-    assert time.monotonic() - began > 3.5
+    assert time.monotonic() - began > 1.5
     assert "is starting vLLM (" in found.text
 
 

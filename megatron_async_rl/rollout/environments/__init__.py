@@ -1,4 +1,6 @@
-"""Environments: programs that answer the model's turns. Their protocol, and their lookup by name.
+"""Environments: programs that answer the model's turns. Their protocol, their lookup by name, and
+the calls of one in its process: `reset`, `step` and `close`, sample by sample, or `run` for an
+agent's whole run.
 
 Invariants of every environment:
 - an object serves one sample; it has its process to itself from `reset` to the end;
@@ -23,12 +25,15 @@ from typing import Any, Protocol
 
 from megatron_async_rl.config.problem import shipped, suggestion
 from megatron_async_rl.config.rollout import AGENTS, TOOLS, EnvironmentConfig
+from megatron_async_rl.rollout.isolation.child import LoadedCode
 from megatron_async_rl.rollout.rewards.registry import LARGEST, RewardError, imported
 from megatron_async_rl.samples.types import Prompt
 
 KEY = "rollout.environment.name"
 PARSER_KEY = "rollout.environment.tool_parser"
 SETTINGS = "rollout.environment.settings"
+LOADER = f"{__name__}:load_calls"
+"""Function that an environment's process calls first (isolation/child.py)."""
 BUILT_IN = {
     one.name: f"{__name__}.built_in.{one.name}:ENVIRONMENT"
     for one in pkgutil.iter_modules([f"{__path__[0]}/built_in"])
@@ -271,3 +276,47 @@ def checked_step(step: Any) -> dict[str, Any]:
         flags[name] = bool(flag)  # converts numpy's bool, too
     # Plain values: the result crosses a process boundary, where user classes cannot be unpickled.
     return {"observation": content, "reward": reward, "measured": measured, **flags}
+
+
+def load_calls(environment: Mapping[str, Any]) -> LoadedCode:
+    """Import the environment named by the settings. Raises EnvironmentRefused."""
+    return LoadedCode(_EnvironmentCalls(load_factory(EnvironmentConfig(**environment))))
+
+
+class _EnvironmentCalls:
+    """Dispatcher of (method, argument) to the current sample's environment."""
+
+    def __init__(self, factory: Callable[[], Environment]) -> None:
+        self._factory = factory
+        self._environment: Environment | None = None
+
+    def __call__(self, payload: tuple[str, Any]) -> Any:
+        method, argument = payload
+        if method == "run":
+            # Called outside of an event loop, since a plain function may start its own.
+            agent: Any = self._factory()
+            return self._reward(agent.run(*argument))
+        return getattr(self, method)(argument)
+
+    async def _reward(self, returned: Any) -> float:
+        reward = float(await settled(returned))
+        # A NaN reward would spread over the whole group by its normalization.
+        require_finite(reward, "the reward")
+        return reward
+
+    async def reset(self, prompt: Any) -> Any:
+        # A new object for each sample: no state survives from the last one.
+        self._environment = self._factory()
+        opening = await settled(self._environment.reset(prompt))
+        return checked_content(opening, "what reset returns")
+
+    async def step(self, response: Any) -> dict[str, Any]:
+        assert self._environment is not None
+        return checked_step(await settled(self._environment.step(response)))
+
+    async def close(self, _: None) -> None:
+        close = getattr(self._environment, "close", None)
+        # First, so that the object is released even if its `close` raises.
+        self._environment = None
+        if close is not None:
+            await settled(close())

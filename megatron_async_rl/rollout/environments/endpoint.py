@@ -34,7 +34,6 @@ from aiohttp import web
 
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import UNREAD, UNREAD_CALLS, Message, Step
-from megatron_async_rl.rollout.environments.chat import EpisodeMessages
 from megatron_async_rl.rollout.environments.completions import (
     MODEL,
     CallRefused,
@@ -47,6 +46,7 @@ from megatron_async_rl.rollout.environments.completions import (
 from megatron_async_rl.rollout.environments.episode import too_long
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import (
+    EpisodeMessages,
     SampleTurn,
     Transcript,
     TranscriptSegment,

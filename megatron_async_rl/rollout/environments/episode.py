@@ -18,14 +18,16 @@ from typing import Any, Protocol
 from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import Message, Step, TurnContent
-from megatron_async_rl.rollout.environments.chat import FollowUps, follow_ups, shown
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import (
+    FollowUps,
     SampleTurn,
     Transcript,
     TranscriptSegment,
     Turn,
     TurnRequest,
+    follow_ups,
+    shown,
 )
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
 from megatron_async_rl.rollout.vllm.tool_parser import ToolParser

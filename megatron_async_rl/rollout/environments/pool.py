@@ -17,8 +17,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_async_rl.config.rollout import EnvironmentConfig
-from megatron_async_rl.rollout.environments import Message, Step, TurnContent
-from megatron_async_rl.rollout.environments.process import LOADER
+from megatron_async_rl.rollout.environments import LOADER, Message, Step, TurnContent
 from megatron_async_rl.rollout.isolation.supervisor import (
     START_S,
     OutOfTime,

@@ -35,10 +35,9 @@ from megatron_async_rl.rollout.rewards.formula import (
     runs,
     subformulas,
 )
+from megatron_async_rl.rollout.rewards.formula_equality import combination, equal
 from megatron_async_rl.rollout.rewards.formula_parser import read, read_within
-from megatron_async_rl.rollout.rewards.formula_terms import combination
 from megatron_async_rl.rollout.rewards.formula_tokens import prose_tokens, tokens
-from megatron_async_rl.rollout.rewards.formula_values import equal
 
 MORE_OPERATIONS = 3
 """Number of operations that a finished form may have in excess of the gold answer."""

@@ -13,8 +13,12 @@ from megatron_async_rl.rollout.rewards.formula import (
     number,
     subformulas,
 )
-from megatron_async_rl.rollout.rewards.formula_terms import MAX_RADICAND, combination, places
-from megatron_async_rl.rollout.rewards.formula_values import values
+from megatron_async_rl.rollout.rewards.formula_equality import (
+    MAX_RADICAND,
+    combination,
+    places,
+    values,
+)
 
 TRIVIAL = (0, 1)
 """Numbers that prove nothing in an answer and that a finished product never contains."""

@@ -28,9 +28,9 @@ from vllm.distributed.weight_transfer.base import (
 from megatron_async_rl.rollout.vllm.cpu_worker import complete_cpu_worker
 from megatron_async_rl.rollout.vllm.loaded import Loaded, LoadWatch
 from megatron_async_rl.rollout.vllm.reload import loaded_parameters, reload_of
+from megatron_async_rl.watchdog.run_folder import SHARED_MEMORY, remove_stale
 from megatron_async_rl.weights.collective import Receiver
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
-from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 from megatron_async_rl.weights.transport import TransportReader, carrier
 
 
