@@ -1,7 +1,7 @@
-"""The newest segment of the sample log, while it is being written: one open file per table.
+"""The newest segment of the sample log while it is being written: one open file per table.
 
 Invariants:
-- both files exist, or neither: a file without its other one would count as damage;
+- both files exist, or neither: a single file would count as damage;
 - rows are appended in whole batches; `abandon` leaves both files at their last whole batch.
 """
 
@@ -42,7 +42,7 @@ class OpenSegment:
                 self._files.append(FrameWriter(path_of(folder, table, number, OPEN)))
             sync_folder(folder)
         except OSError:
-            # Closed, a first file without the second would be damage.
+            # A closed first file without the second would count as damage.
             for file in self._files:
                 file.remove()
             raise
@@ -65,7 +65,7 @@ class OpenSegment:
             file.sync()
 
     def mark(self, *, closed: bool) -> LogMark:
-        """Return the mark of what was written so far."""
+        """Return the mark of the rows written so far."""
         samples, outcomes = (file.frames for file in self._files)
         return LogMark(segment=self.number, closed=closed, samples=samples, outcomes=outcomes)
 
