@@ -115,14 +115,14 @@ def test_what_renormalises_does_not_go_with_log_probs_taken_for_the_trainers(
             ("objective.corrections=[{name: tis, level: sequence}]", *RECOMPUTE),
             "correction tis multiplies or averages the difference over a whole response",
         ),
-        (("controls=[ess_lr]", *RECOMPUTE), "controls: ess_lr takes pi / pi_behavior"),
+        (("controls=[ess_lr]", *RECOMPUTE), "controls: ess_lr treats pi / pi_behavior"),
         (
             (
                 "controls=[{name: displacement, tolerated_kl: 0.02}]",
                 "objective.snapshots=9",
                 *RECOMPUTE,
             ),
-            "controls: displacement takes pi / pi_behavior",
+            "controls: displacement treats pi / pi_behavior",
         ),
         ((OPOB,), "objective.advantage: opob weighs responses by the engines' log-probs"),
         (
