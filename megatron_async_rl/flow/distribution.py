@@ -4,7 +4,7 @@ as a machine: its agent is its communicator, and ends with it (agents.py).
 
          +------------------------------------------------------------+
          v                                                            |
-    start --> send each version that an engine there needs      --> lost: kill the agent, wait
+    start --> send each version that an engine there needs --------> lost: kill the agent, wait
               (updates.py decides which version, and when)               for its readers, back off
 
 Invariants:
