@@ -226,7 +226,7 @@ def test_one_file_of_held_out_prompts_is_a_list_of_one(file: Path) -> None:
     ("overrides", "what"),
     [
         (("data.eval=x.jsonl",), "data.eval and eval.sets both name held-out prompts"),
-        (("eval.sets.0.samples_per_prompt=2",), "eval.sets.0.sampling.temperature: 0 takes"),
+        (("eval.sets.0.samples_per_prompt=2",), "eval.sets.0.sampling.temperature: 0 selects"),
         (("eval.sets.1.pass_at=[5]",), "eval.sets.1.pass_at: 5 needs as many responses"),
         (("eval.sets.1.name=greedy",), "two are called greedy"),
         (("eval.sets.1.name=part",), "none can be called `part`"),
