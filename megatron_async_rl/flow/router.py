@@ -306,8 +306,8 @@ def all_lost(slots: Iterable[EngineSlot], evaluates: bool) -> EngineFailed:
 
 
 AFFINITY_LEAST = 8
-"""Smallest limit for how many more requests than the least loaded engine an engine may have that
-has the prompt in its cache."""
+"""Minimum slack: an engine with the prompt in its cache may have this many requests more than the
+least loaded engine."""
 LOOKAHEAD = 4
 """An engine gets max_concurrent / LOOKAHEAD requests more than it decodes at a time, so that all
 its slots stay busy."""

@@ -74,7 +74,8 @@ class VersionReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """`seconds`: from staging until the last engine held it. `paused_s`: longest pause for it."""
+    """Duration of one update. `seconds`: from staging until the last engine held the version.
+    `paused_s`: longest pause for it."""
 
     version: int
     nbytes: int

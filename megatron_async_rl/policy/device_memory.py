@@ -39,7 +39,8 @@ class StateReleased(RuntimeError):
 
 
 class _MovedTensor(NamedTuple):
-    """tensor: now its twin in host memory. place: the original, whose storage is empty."""
+    """A released tensor. tensor: now its twin in host memory. place: the original, without
+    storage."""
 
     tensor: Tensor
     place: Tensor
