@@ -74,8 +74,7 @@ class VersionReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Duration of one update. `seconds`: from staging until the last engine held the version.
-    `paused_s`: longest pause for it."""
+    """An update. `seconds`: from staging until the last engine held it. `paused_s`: longest pause."""
 
     version: int
     nbytes: int

@@ -65,8 +65,8 @@ _CLOCK_SLACK = 0.98
 
 
 class Activity(NamedTuple):
-    """Activity of a process. `wait`: blocked on another process; `work`: busy itself; `phase`: busy,
-    and permitted to show no progress until its deadline."""
+    """Activity of a process. `wait`: blocked on another process; `work`: busy itself; `phase`:
+    busy, and permitted to show no progress until its deadline."""
 
     kind: ActivityKind
     name: str
