@@ -74,7 +74,7 @@ class VersionReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """An update. `seconds`: from staging until the last engine held it. `paused_s`: longest pause."""
+    """An update. `seconds`: from staging to the last load by an engine. `paused_s`: longest pause."""
 
     version: int
     nbytes: int
