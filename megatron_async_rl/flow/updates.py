@@ -74,7 +74,7 @@ class VersionReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """An update. `seconds`: from staging to the last load by an engine. `paused_s`: longest pause."""
+    """An update. `seconds`: from staging to the last engine. `paused_s`: longest pause for it."""
 
     version: int
     nbytes: int
