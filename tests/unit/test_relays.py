@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async_rl.flow import distribution, engine_task
+from megatron_async_rl.flow import agents, distribution, engine_task
 from megatron_async_rl.flow.agents import Communicators, RelaySpec
 from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.flow.fleet import FleetSettings
@@ -650,3 +650,59 @@ def test_an_engine_that_is_to_evaluate_is_lost_with_its_machines_agent() -> None
         await harness.close()
 
     run(body)
+
+
+class Agents:
+    """Stands in for Ray: makes the actor of an agent without a process, and ends it."""
+
+    def __init__(self, failure: BaseException | None = None) -> None:
+        self.failure, self.killed = failure, list[object]()
+
+    def remote(self, **options: object) -> Callable[[type], Agents]:
+        assert options == {"num_cpus": 0, "max_restarts": 0}
+        return lambda actor: self
+
+    def options(self, scheduling_strategy: Any) -> Any:
+        strategy = (scheduling_strategy.node_id, scheduling_strategy.soft)
+        return SimpleNamespace(
+            remote=lambda spec, address: SimpleNamespace(
+                made_of=(strategy, spec, address), where=SimpleNamespace(remote=self.where)
+            )
+        )
+
+    async def where(self) -> str:
+        if self.failure is not None:
+            raise self.failure
+        return "its machine"
+
+    def kill(self, actor: object) -> None:
+        self.killed.append(actor)
+
+
+def test_an_agent_starts_on_its_machine_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ray = Agents()
+    for name in ("remote", "kill"):
+        monkeypatch.setattr(f"ray.{name}", getattr(ray, name))
+    spec, address = RelaySpec(index=3, machine="aa" * 28, log_dir=tmp_path), ("10.0.0.1", 4000)
+    relay: Any = asyncio.run(agents.start_relay(spec, address))
+    assert relay.where == "its machine"
+    assert relay.actor.made_of == (("aa" * 28, False), spec, address)
+    assert ray.killed == []
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no memory"), asyncio.CancelledError()])
+def test_an_agent_that_does_not_start_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: BaseException
+) -> None:
+    ray = Agents(failure)
+    for name in ("remote", "kill"):
+        monkeypatch.setattr(f"ray.{name}", getattr(ray, name))
+    with pytest.raises(type(failure)):
+        asyncio.run(
+            agents.start_relay(
+                RelaySpec(index=3, machine="aa" * 28, log_dir=tmp_path), ("10.0.0.1", 4000)
+            )
+        )
+    assert len(ray.killed) == 1
