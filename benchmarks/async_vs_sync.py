@@ -1,5 +1,5 @@
-"""Wall time per step, asynchronous against synchronous, each side on a core of its own: how much of
-the overlap is had.
+"""Wall time per step, asynchronous against synchronous, each side on a core of its own: the
+achieved share of the possible overlap.
 
 Runs of one configuration: synchronous (`async_ratio: 0`), and asynchronous at each of `--ratios`.
 The trainer rank runs on core 0, the engine's processes on core 1. The synchronous run gives T_gen

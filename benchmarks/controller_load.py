@@ -136,7 +136,7 @@ class Timers:
 
 
 class Prompts:
-    """Without end."""
+    """An infinite source of prompts."""
 
     def __init__(self) -> None:
         self._count = 0

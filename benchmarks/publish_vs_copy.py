@@ -5,7 +5,7 @@ with the new weights, which it proved; the trainer trains on meanwhile; `parts_m
 Medians over the rounds after the first, whose new pages of shared memory are `first_stage_ms`.
 `cuda_ipc`: the same by that carrier, whose device is the CPU here, in buckets of 32 MiB.
 `collective`: by that one; `brought`: to the engine's memory, while it samples.
-Random models made on the spot; one engine behind Ray, idle; ratios = ours / copy.
+Random models; one engine behind Ray, idle; ratios = ours / copy.
 """
 
 from __future__ import annotations

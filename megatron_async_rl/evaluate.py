@@ -1,11 +1,11 @@
-"""`mar eval`: a checkpoint, or any Hugging Face model, on held-out prompts. Engines alone: no
-trainer, no training data.
+"""`mar eval`: evaluates a checkpoint, or any Hugging Face model, on held-out prompts, with engines
+alone: no trainer and no training data.
 
 Invariants:
-- what can be known to be wrong is refused before anything is converted or started;
-- a run's own checkpoint with the run's own config gives what the run itself measured at that
-  version: the same prompts, seeds and weights;
-- nothing of the run is touched: the result and the engines' logs go into files of their own.
+- every error that can be detected early is reported before anything is converted or started;
+- a run's own checkpoint with the run's own config gives the result that the run itself measured at
+  that version: the same prompts, seeds and weights;
+- no file of the run changes: the result and the engines' logs are written to separate files.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ STOP_ENGINES_S = 15.0
 
 
 class EvaluationFailed(Exception):
-    """The request was valid and the evaluation failed; the message has the reason."""
+    """The request was valid and the evaluation failed; the message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class EvalTarget:
     named: Path
     checkpoint: Path | None
     version: int
-    """Optimizer steps behind it; 0 for a Hugging Face directory."""
+    """Number of optimizer steps; 0 for a Hugging Face directory."""
     result: Path
     """File for the result."""
 
@@ -91,7 +91,7 @@ class EvalJob:
 
     target: EvalTarget
     model: Path
-    """Directory with the tokenizer, and the weights where nothing is converted."""
+    """Directory with the tokenizer, and with the weights if nothing is converted."""
     dtype: Any
     data: DataConfig
     rollout: RolloutConfig
@@ -102,7 +102,7 @@ class EvalJob:
     device: Device
     timeout_s: float
     responses: Path | None = None
-    """File of all responses; null writes none."""
+    """File for all responses; null writes none."""
 
 
 def resolve(
@@ -140,7 +140,7 @@ def resolve(
             "the config names no held-out prompts",
             "add data.eval=FILE.jsonl to the command",
         )
-    # A checkpoint has no tokenizer; the model that the run started from has it.
+    # A checkpoint has no tokenizer; the model from which the run started has it.
     model = named if target.checkpoint is None else config.model.path
     return EvalJob(
         target=target,
@@ -169,7 +169,7 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
         _require_writable(found, "--out", found.result)
         return found
 
-    # One step's folder was named: the user's choice, not the newest.
+    # One step's folder was named, which may not be the newest.
     if is_step(named):
         version = _step(named)
         return target(named, version, named.parent.parent / f"eval_{version}.json")
@@ -180,7 +180,7 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
     if (named / "config.json").is_file():
         # An export of this package has digests of its files.
         require_export(named, "CHECKPOINT")
-        on_hub = name_of(named)  # whose cache has room for nothing else
+        on_hub = name_of(named)  # the hub's cache has room for nothing else
         where = Path.cwd() if on_hub else named.parent
         called = on_hub.removeprefix("hf://").replace("/", "--") if on_hub else named.name
         return target(None, 0, where / f"eval_{called}.json")
@@ -296,14 +296,13 @@ def run(job: EvalJob, console: Console) -> None:
             _convert(target.checkpoint, model, job.timeout_s)
         result = _sample(job, model, console)
     content = _content(job, result)
-    # Written before it is shown: a closed terminal must not lose the result.
+    # Written before it is shown, because a closed terminal must not lose the result.
     write_file(job.target.result, json.dumps(content, indent=1, allow_nan=False) + "\n")
     show_evaluation(content, str(job.target.result), console)
 
 
 def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
-    """Convert a checkpoint in a child process, whose memory is free again before the engines
-    start."""
+    """Convert a checkpoint in a child process, whose memory is freed before the engines start."""
     command = [sys.executable, "-m", "megatron_async_rl", "convert", str(checkpoint), str(out)]
     try:
         done = subprocess.run(
@@ -327,7 +326,7 @@ def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
 def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
     from megatron_async_rl.rollout.cluster import join_ray, prepare_environment
 
-    # Before the import: Ray reads its variables when it is loaded.
+    # Before the import, because Ray reads its variables when it is loaded.
     prepare_environment(os.environ)
     import ray
 
@@ -342,7 +341,7 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
             rollout=rollout,
             seed=job.seed,
             device=job.device,
-            # Next to the result: the cause of a failed engine is in its log.
+            # Next to the result, because the cause of a failed engine is in its log.
             log_dir=job.target.result.with_suffix(".logs"),
             evaluations={one.name: one.sampling for one in job.sets},
             chat_template=job.data.chat_template,
@@ -379,13 +378,13 @@ async def _evaluate(
         FleetSettings(
             capacity=rollout.max_concurrent,
             unresponsive_s=rollout.unresponsive_s,
-            # An engine that fails once fails the evaluation: its numbers would be partial.
+            # An engine that fails once fails the evaluation, whose result would be partial.
             restarts_per_hour=0,
         ),
     )
     rewards = GroupRewards(rollout.reward, specs[0].log_dir)
     try:
-        # In parallel: both take seconds.
+        # In parallel, because both take seconds.
         await asyncio.gather(fleet.started(), rewards.start())
         return await evaluate(
             fleet.requests,
@@ -399,13 +398,13 @@ async def _evaluate(
         )
     finally:
         rewards.close()
-        # Also after an error or Ctrl-C, or vLLM's processes stay.
+        # Also after an error or Ctrl-C, or vLLM's processes would remain.
         await fleet.close(STOP_ENGINES_S)
 
 
 def write_responses(job: EvalJob, answers: EvalResponses) -> None:
     """Write one JSON object per response, in the order of the prompts: a file of data
-    (docs/data.md) with the columns of each prompt's row, and the response's."""
+    (docs/data.md) with the columns of each prompt's row, and the fields of the response."""
     if job.responses is None:
         return
     sets = [one.name for one in job.held_out for _ in one.prompts]
@@ -431,7 +430,7 @@ def write_responses(job: EvalJob, answers: EvalResponses) -> None:
 
 def _content(job: EvalJob, result: EvalResult) -> dict[str, Any]:
     target = job.target
-    # The first set stays at the top level, where readers of a single set look.
+    # The first set stays at the top level, where readers of a single set expect it.
     first, *others = (_settings(one) for one in job.sets)
     numbers = result.as_json()
     if others:

@@ -1,11 +1,11 @@
-"""The reduced gradient as a rank holds it, and inner products over the model, each parameter
-counted once.
+"""The shards of the reduced gradient on a rank, and inner products over the model, in which each
+parameter counts once.
 
 Every rank holds shards of the reduced gradient. A shard counts on one rank only
-(`GradientShard.counted`): tensor- and pipeline-parallel copies of one parameter are held, and
-changed, everywhere, and summed once. Products are added in float32 for a few terms and in float64
-above that (within 3e-7 of |g| |r|, heavy tails included; 5e-8 is usual), so the result does not
-depend on how the parameters are sharded beyond float32 rounding of the gradient itself.
+(`GradientShard.counted`): tensor- and pipeline-parallel copies of one parameter are held and
+changed on every rank, but summed once. Products are added in float32 for a few terms and in float64
+above that (within 3e-7 of |g| |r|, heavy tails included; 5e-8 is usual). The result therefore does
+not depend on how the parameters are sharded, beyond float32 rounding of the gradient itself.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 CPU_BLOCK = 1 << 17
-"""Elements of one block on the CPU: a few of them stay in the cache while all is done to them that
-has to be, and an operation takes ten times as long as its call."""
+"""Elements of one block on the CPU: a few blocks stay in the cache during all operations on them,
+and an operation takes ten times as long as its call."""
 TERMS = 32
-"""Products that are added in float32 on the CPU, one of each block, before a tree adds the sums. A
-plain dot product adds thousands in a row: of 2^15 elements it is off by 2e-6 where a gradient has
-heavy tails."""
+"""Number of products that are added in float32 on the CPU, one from each block, before a tree adds
+the sums. A plain dot product adds thousands in a row: with 2^15 elements its error is 2e-6 if a
+gradient has heavy tails."""
 SHORT = 4096
-"""Elements up to which products are summed in float64: it costs nothing, and biases and norms lose
-nothing."""
+"""Number of elements up to which products are summed in float64: this costs nothing, and biases and
+norms lose no precision."""
 CUDA_BLOCK = 1 << 24
-"""On CUDA: enough work to hide the launch; cuBLAS sums in a tree, so the longer block rounds no
-more."""
+"""Elements of one block on CUDA: enough work to hide the launch. cuBLAS sums in a tree, so the
+longer block has no larger rounding error."""
 
 CLIP_EPSILON = 1e-6
 
@@ -40,8 +40,7 @@ CLIP_EPSILON = 1e-6
 class GradientShard:
     """A piece of the reduced gradient that this rank can read and change in place.
 
-    grad: any shape, float32 or bfloat16. counted: False where another rank counts the same
-    elements.
+    grad: any shape, float32 or bfloat16. counted: False if another rank counts the same elements.
     """
 
     grad: Tensor
@@ -50,8 +49,8 @@ class GradientShard:
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """The reduced gradient of one step as this rank holds it. `group`: the ranks whose counted
-    shards make the whole."""
+    """The reduced gradient of one step on this rank. `group`: the ranks whose counted shards
+    together are the whole gradient."""
 
     shards: tuple[GradientShard, ...]
     group: Any
@@ -59,7 +58,7 @@ class Gradients:
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum a float64 tensor over `group`, in place, and return it. Collective."""
-        # float64, so that the order of ranks does not show.
+        # float64, so that the order of ranks has no visible effect.
         dist.all_reduce(values, group=self.group)
         return values
 
@@ -69,15 +68,15 @@ def block_elements(device: torch.device) -> int:
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors, of equal size, cut alike into flat views short enough to be worked on in one
-    go."""
+    """Yield the tensors, of equal size, cut in the same way into flat views small enough to be
+    processed at once."""
     size = block_elements(tensors[0].device)
     yield from zip(*(tensor.reshape(-1).split(size) for tensor in tensors), strict=True)
 
 
 def dot(left: Tensor, right: Tensor) -> Tensor:
-    """Scalar float64 <left, right> of two tensors of the same size; one read of each, no float64
-    copy of either."""
+    """Return scalar float64 <left, right> of two tensors of the same size, with one read of each
+    and no float64 copy of either."""
     return _sums_of_products((((x,), (y,)) for x, y in _pieces(left, right)), 1, left.device)[0]
 
 
@@ -85,7 +84,7 @@ def _pieces(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Iterate over `blocks`, converting those longer than SHORT to float32. On the CPU, tensors
     that need no conversion are split into the sizes that `_sums_of_products` adds at a time."""
     if left.device.type == "cpu" and left.dtype == right.dtype == torch.float32:
-        # Multiples of what one call adds, so that no piece is left over.
+        # A multiple of the elements that one call adds, so that no piece remains.
         size = TERMS * CPU_BLOCK
         yield from zip(left.reshape(-1).split(size), right.reshape(-1).split(size), strict=True)
         return
@@ -99,9 +98,9 @@ def _sums_of_products(
     count: int,
     device: torch.device,
 ) -> Tensor:
-    """[count] float64: inner products of the left and the right tensors of a piece (`count` of
-    each, flat, as `_pieces` gives them), added over the pieces."""
-    # Stays on the device: a scalar on the host would wait for every kernel.
+    """Return [count] float64: inner products of the left and the right tensors of a piece (`count`
+    of each, flat, as from `_pieces`), added over the pieces."""
+    # Stays on the device, because a scalar on the host would wait for every kernel.
     totals = torch.zeros(count, dtype=torch.float64, device=device)
     short: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     lefts: list[Tensor] = []
@@ -112,7 +111,7 @@ def _sums_of_products(
         elif device.type == "cuda":
             totals += torch.stack([torch.dot(x, y) for x, y in zip(left, right, strict=True)])
         else:
-            # Block after block, of each the tensors one after the other.
+            # Block after block; within a block, tensor after tensor.
             for side, tensors in ((lefts, left), (rights, right)):
                 for block in zip(*(tensor.split(CPU_BLOCK) for tensor in tensors), strict=True):
                     side.extend(block)
@@ -133,27 +132,27 @@ def _sums_of_products(
 
 
 def _added(lefts: list[Tensor], rights: list[Tensor], count: int) -> Tensor:
-    """[count]: products of every `count`-th pair, of at most CPU_BLOCK elements, summed."""
+    """Return [count]: the sum of every `count`-th pair's product, of at most CPU_BLOCK elements."""
     longest = max(x.numel() for x in lefts)
     sums = torch.zeros(count, longest)
     targets = [
         lane if x.numel() == longest else lane[: x.numel()]
         for lane, x in zip(cycle(sums.unbind()), lefts, strict=False)
     ]
-    # One call: between two, a processor that has just streamed megabytes has Python to fetch.
+    # One call: between two calls, a processor that has just streamed megabytes must fetch Python.
     torch._foreach_addcmul_(targets, lefts, rights)
     return sums.sum(1)
 
 
 def squared_norm(gradients: Gradients) -> float:
-    """|g|^2 over the model; one all-reduce of one scalar. Not finite when any gradient element is
-    not."""
+    """Return |g|^2 over the model, with one all-reduce of one scalar. Not finite if any element of
+    the gradient is not."""
     return squared_norm_of(gradients, (shard.grad for shard in gradients.shards))
 
 
 def squared_norm_of(gradients: Gradients, values: Iterable[Tensor]) -> float:
-    """|v|^2 of one tensor per shard of `gradients`, each counted where its shard is; one all-reduce
-    of one scalar."""
+    """Return |v|^2 of one tensor per shard of `gradients`, each counted where its shard is, with
+    one all-reduce of one scalar."""
     total = torch.zeros(1, dtype=torch.float64, device=gradients.device)
     for shard, value in zip(gradients.shards, values, strict=True):
         if shard.counted:
@@ -164,8 +163,8 @@ def squared_norm_of(gradients: Gradients, values: Iterable[Tensor]) -> float:
 def three_products(
     pairs: Iterable[tuple[Tensor, Tensor]], known: bool, device: torch.device
 ) -> Tensor:
-    """[3] float64: (<g, r>, |g|^2, |r|^2) over pairs of tensors of equal size, in one sweep, block
-    by block, so that each element comes from memory once. known: |r|^2 is left at 0."""
+    """Return [3] float64: (<g, r>, |g|^2, |r|^2) over pairs of tensors of equal size, in one sweep,
+    block by block, so that each element is read from memory once. known: leave |r|^2 at 0."""
     pieces = (piece for g, r in pairs for piece in _pieces(g, r))
     if known:
         sums = _sums_of_products((((g, g), (r, g)) for g, r in pieces), 2, device)
@@ -184,10 +183,10 @@ def products_with(
     reference_square: float | None = None,
     products: Products = three_products,
 ) -> tuple[float, float, float]:
-    """(<g, r>, |g|^2, |r|^2) over the model; one all-reduce of three scalars.
+    """Return (<g, r>, |g|^2, |r|^2) over the model, with one all-reduce of three scalars.
 
-    reference: for every shard what `products` takes for it, else a tensor of the shard's size; read
-    once, in order. reference_square: |r|^2, if it is already known.
+    reference: for every shard the argument of `products`, by default a tensor of the shard's size;
+    read once, in order. reference_square: |r|^2, if it is already known.
     """
     grads = (shard.grad for shard in gradients.shards)
     return products_of(gradients, grads, reference, reference_square, products)
@@ -200,9 +199,9 @@ def products_of(
     right_square: float | None = None,
     products: Products = three_products,
 ) -> tuple[float, float, float]:
-    """(<l, r>, |l|^2, |r|^2) of tensors like the shards of `gradients`, each counted where its
-    shard is; one all-reduce of three scalars. Both are read once, in order. right_square: |r|^2, if
-    it is already known."""
+    """Return (<l, r>, |l|^2, |r|^2) of tensors like the shards of `gradients`, each counted where
+    its shard is, with one all-reduce of three scalars. Both are read once, in order. right_square:
+    |r|^2, if it is already known."""
     known = right_square is not None
     counted = (
         (one, other)
@@ -216,15 +215,15 @@ def products_of(
 
 def scale(gradients: Gradients, factor: float) -> None:
     """Multiply every shard in place, copies included. A rank may hold none: the distributed
-    optimizer slices by bytes, and a small model's slices can all lie elsewhere."""
-    # Copies are scaled as well: all copies of a parameter must stay equal.
+    optimizer slices by bytes, and all slices of a small model may be on other ranks."""
+    # Copies are scaled as well, because all copies of a parameter must stay equal.
     shards = [shard.grad for shard in gradients.shards]
     if shards and factor != 1.0:
         torch._foreach_mul_(shards, factor)
 
 
 def clip_to(gradients: Gradients, norm: float, limit: float | None) -> None:
-    """Scale all gradients in place so that their global norm is at most `limit`: copies alike, so
-    that replicas stay equal. norm: |g| over the model."""
+    """Scale all gradients in place so that their global norm is at most `limit`, copies by the same
+    factor, so that replicas stay equal. norm: |g| over the model."""
     if limit is not None and norm > limit:
         scale(gradients, limit / (norm + CLIP_EPSILON))

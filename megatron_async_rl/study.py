@@ -1,15 +1,16 @@
-"""`mar study GRID`: runs that differ in named settings, each an ordinary `mar train` in a directory
-of its own.
+"""`mar study GRID`: runs that differ in named settings, each an ordinary `mar train` in a separate
+directory.
 
 Invariants:
-- a run is what `mar train BASE key=value ...` does with the overrides of its settings, and shares
-  nothing with others. Synchronous and `exact_lag` runs give the same alone, in turn or side by
-  side, timings aside; in others lag follows from speed, so that side by side is another result;
-- one study at a time works on a runs folder; no `mar train` of it outlives it, unless it is killed,
-  and then holds the folder until its end;
+- a run equals `mar train BASE key=value ...` with the overrides of its settings, and shares nothing
+  with others. Apart from timings, synchronous and `exact_lag` runs have the same results alone, one
+  after another or in parallel. In other runs the lag depends on the speed, so parallel runs have
+  other results;
+- one study at a time works on a runs folder; no `mar train` of it outlives it, unless the study is
+  killed; such a run then holds the folder until its end;
 - every run is checked before the first one starts; a directory with other settings is refused;
-- a run that finished or failed is not repeated, a stopped run is resumed as `mar train` permits; a
-  failure is counted and kept, and stops no other run.
+- a run that finished or failed is not repeated, and a stopped run is resumed if `mar train` permits
+  it; a failure is counted and kept, and stops no other run.
 """
 
 from __future__ import annotations
@@ -70,12 +71,13 @@ class StudyOutcome:
     why: str = ""
     """Reason of the failure, or a remark on the end."""
     held_out: str = ""
-    """Reward, or loss where responses are given, before the first step and after the last."""
+    """Reward (loss, if responses are given) before the first step and after the last."""
 
 
 def outcome_of(run: StudyRun) -> StudyOutcome:
-    """The state that the run's directory shows while no process works on it. A run that failed
-    before its first step is `waiting`, with its reason. Raises UserError for an invalid status."""
+    """Return the state that the run's directory shows while no process works on it. A run that
+    failed before its first step is `waiting`, with its reason. Raises UserError for an invalid
+    status."""
     status = read_status(run.directory)
     if status is None:
         return StudyOutcome(state="waiting", step=0)
@@ -93,8 +95,8 @@ def outcome_of(run: StudyRun) -> StudyOutcome:
 
 
 def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Config]:
-    """Name -> configuration of every run. Raises ConfigError with what any of them cannot do, alone
-    or `jobs` at a time, and with every directory that holds other settings."""
+    """Return name -> configuration of every run. Raises ConfigError with all problems of the runs,
+    alone or `jobs` at a time, and with every directory that has other settings."""
     configs: dict[str, Config] = {}
     problems: dict[tuple[str, str], Problem] = {}
     machine = this_machine()
@@ -116,11 +118,11 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
                 if not one.is_move
             ]
             found = [*found, *preflight(config, all_data=False, machine=machine).problems]
-            # Each run takes GPUs from the first one on.
+            # Each run uses GPUs from the first one on.
             if jobs > 1 and device_of(config, machine) == "cuda":
                 what = f"--jobs {jobs} would give the same GPUs to {jobs} runs at a time"
                 found.append(Problem(key="policy.device", what=what, fix="leave out --jobs"))
-        for one in found:  # of a hundred runs most have the same
+        for one in found:  # most of a hundred runs have the same problems
             # One line per distinct problem.
             problems.setdefault((one.key, one.what), one)
     if problems:
@@ -129,16 +131,16 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
 
 
 class _StartedRun:
-    """A running `mar train` of the study. `lock`: of the runs folder, which it holds too."""
+    """A running `mar train` of the study. `lock`: of the runs folder, which the run holds, too."""
 
     def __init__(self, run: StudyRun, base: Path, steps: int, *, jobs: int, lock: int) -> None:
         self.run, self.steps, self._jobs = run, steps, jobs
         self.began = time.monotonic()
-        # Follows the file: a row is read once, however long the run is.
+        # Follows the file, so that a row is read once, however long the run is.
         self.rows = MetricsReader(run.directory)
         self.last: dict[str, Any] = {}
         run.directory.mkdir(parents=True, exist_ok=True)
-        # A session of its own: Ctrl-C reaches the study alone, which passes it on.
+        # A separate session: Ctrl-C reaches only the study, which passes it on.
         with open(run.directory / LOG, "wb") as log:
             self.process = subprocess.Popen(
                 [*TRAIN, str(base), *run.overrides],
@@ -146,7 +148,7 @@ class _StartedRun:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # A run that outlives its study keeps the folder taken.
+                # A run that outlives its study keeps the folder locked.
                 pass_fds=(lock,),
             )
 
@@ -156,7 +158,7 @@ class _StartedRun:
 
     @property
     def learned(self) -> str:
-        """Reward of the newest row, or loss where responses are given; empty before the first."""
+        """Reward of the newest row (loss, if responses are given); empty before the first."""
         for name, key in (("reward", "reward/mean"), ("loss", "policy/loss")):
             if (value := number(self.last, key)) is not None:
                 return f"{name} {value:.3f}"
@@ -169,12 +171,12 @@ class _StartedRun:
                 self.last = news.rows[-1] if news.rows else {}
 
     def ended(self, *, requested: bool) -> StudyOutcome:
-        """Record the start, and return its outcome according to the directory. Without a last
-        status, or refused, the run has failed, unless it was `requested` to stop."""
+        """Record the start, and return its outcome according to the directory. A run without a last
+        status, or refused, has failed, unless it was `requested` to stop."""
         code = self.process.returncode
         about: dict[str, Any] = {"settings": dict(self.run.settings)}
         about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
-        # Before the status is judged, so that every start leaves its record.
+        # Before the status is evaluated, so that every start leaves its record.
         write_file(self.run.directory / FILE, json.dumps(about) + "\n")
         try:
             outcome = outcome_of(self.run)
@@ -204,14 +206,14 @@ class _StartedRun:
 def study(
     path: Path, only: Sequence[str], console: Console, *, jobs: int = 1, retry: bool = False
 ) -> int:
-    """Run what is left of the grid in `path`, `jobs` at a time, and return the exit code.
+    """Run the remaining runs of the grid in `path`, `jobs` at a time, and return the exit code.
 
-    0: every run finished; 1: some failed; 130: stopped by Ctrl-C, each run after its step, by the
-    second one at once. `retry`: failed runs start again. Raises UserError before any starts.
+    0: every run finished; 1: some failed; 130: stopped by Ctrl-C, each run after its step, or at
+    once by a second Ctrl-C. `retry`: failed runs start again. Raises UserError before any starts.
     """
     grid = read_grid(path)
     runs = runs_of(grid, only)
-    # All runs first: the last one's typing error must not cost a night.
+    # All runs first, because a typing error in the last one must not cost a night.
     configs = check(grid, runs, jobs=jobs)
     at_work: list[_StartedRun] = []
     took: list[float] = []
@@ -229,14 +231,14 @@ def study(
         # After the lock in the stack, so that runs end before the folder is released.
         stack.callback(_end, at_work, interrupts)
         drawn_at = time.monotonic()
-        # After a signal nothing new starts, and what runs is waited for.
+        # After a signal no run starts, and the study waits for the active ones.
         while at_work or (left and not interrupts):
             while left and len(at_work) < jobs and not interrupts:
                 run = left.pop(0)
                 steps = configs[run.name].run.steps
                 at_work.append(_StartedRun(run, grid.base, steps, jobs=jobs, lock=lock))
                 outcomes[run.name] = StudyOutcome(state="running", step=0)
-            # One at a time: two signals that are sent together arrive as one.
+            # One at a time, because two signals that are sent together arrive as one.
             if len(interrupts) > sent:
                 sent += 1
                 for one in at_work:
@@ -321,6 +323,6 @@ def _summary(runs: Sequence[StudyRun], outcomes: Mapping[str, StudyOutcome]) -> 
     table = Table("run", "state", "step", "held out", "why", box=None)
     for run in runs:
         one = outcomes[run.name]
-        # A reason may hold brackets, which are not markup.
+        # A reason may contain brackets, which are not markup.
         table.add_row(run.name, one.state, str(one.step), one.held_out, Text(one.why))
     return table

@@ -3,8 +3,9 @@
     phase    generate           train                    publish                     generate
              next batch   take devices, update   give devices, publish   evaluate, log, checkpoint
 
-Every rank runs this file (SPMD, under torchrun). Rank 0 differs in one object, `Rank0`, which holds
-the controller of engines and samples, the logs and the status; others hold its null counterpart.
+Every rank runs this file (SPMD, under torchrun). Rank 0 differs in one object, `Rank0`, which has
+the controller of engines and samples, the logs and the status; other ranks have its null
+counterpart.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from megatron_async_rl.weights.convert import export_adapter, export_hf
 from megatron_async_rl.weights.export import WeightExporter
 
 COLLECTIVE_GRACE_S = 60.0
-"""Ranks wait in a collective while rank 0 starts engines or waits for a batch; those waits have
-deadlines of their own, so a collective's comes after them."""
+"""Ranks wait in a collective while rank 0 starts engines or waits for a batch. Those waits have
+shorter deadlines, which therefore expire before the collective's."""
 RANK_END_SHARE = 1.5
-"""Share of watchdog.timeout_s: after it a rank of a run that does not move ends itself, where no
-launcher watches."""
+"""Share of watchdog.timeout_s after which a rank of a run that does not move ends itself if no
+launcher watches it."""
 WRITE_WAIT_SHARE = 0.8
 """Share of the time without progress that a failed run waits for the checkpoint being written."""
 
@@ -87,9 +88,9 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
                     directory / "checkpoint",
                     version,
                     state,
-                    # Weights without a finite step may be at fault: what is older stays.
+                    # Weights without a finite step may be at fault, so older checkpoints stay.
                     keep=None if policy.untried else config.checkpoint.keep,
-                    # No step was made from the new ones so far; from the last ones there was.
+                    # A step was made from the last saved weights, but not yet from the new ones.
                     proven=saved if saved >= 0 else None,
                     files=files,
                     background=writing if config.checkpoint.asynchronous else None,
@@ -118,7 +119,7 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         rank0.log(batch, metrics)
         policy.require_finite_steps(ended=version == config.run.steps)
         due |= bool(config.checkpoint.every) and version % config.checkpoint.every == 0
-        # A checkpoint that is due during steps that are not finite waits for the next that is.
+        # A checkpoint that is due during steps that are not finite waits for the next finite one.
         if due and not policy.untried:
             save()
     save()
@@ -138,7 +139,7 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
 
 
 def quiet_s(config: Config) -> float:
-    """How long a start, a checkpoint or an export may show no progress."""
+    """Return how long a start, a checkpoint or an export may show no progress."""
     start_s = config.rollout.start_timeout_s if config.rollout is not None else 0.0
     return max(config.watchdog.timeout_s, start_s)
 
@@ -152,7 +153,7 @@ def main(config_path: Path) -> int:
     name_shared_memory()
     watch.start(directory, f"rank {rank}", end_after_s=RANK_END_SHARE * timeout_s)
     device_type = device.install(os.environ.get(PLANNED_DEVICE, config.policy.device))
-    # Python collects garbage at its end: what is imported by now need not be looked through.
+    # Python collects garbage at its end; objects imported so far need not be traversed.
     gc.freeze()
     with watch.phase("joining the other ranks", quiet_s(config)):
         collective_s = quiet_s(config) + COLLECTIVE_GRACE_S
@@ -183,7 +184,8 @@ def main(config_path: Path) -> int:
 def _explained(
     error: BaseException, config: Config, trainer: TrainerRank, device_type: str
 ) -> BaseException:
-    """The error to report for `error`: for exhausted memory, an error that names its holders."""
+    """Return the error to report for `error`: for exhausted memory, an error that names its
+    holders."""
     try:
         return (
             memory_ran_out(
@@ -191,7 +193,7 @@ def _explained(
             )
             or error
         )
-    except Exception:  # noqa: BLE001 - a device that is broken cannot be asked; the cause is what counts
+    except Exception:  # noqa: BLE001 - a broken device cannot be queried; the cause is what counts
         traceback.print_exc()
         return error
 

@@ -1,5 +1,5 @@
-"""Apex's interface over torch's operations, on any device: what is called, with what, and the same
-results up to rounding."""
+"""Apex's interface over torch's operations, on any device. It has the same functions, arguments and
+results (up to rounding), and counts calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 CALLS: dict[str, int] = {}
-"""Calls of each function."""
+"""Number of calls of each function."""
 
 
 def _added(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
@@ -23,14 +23,14 @@ def _added(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
 
 
 def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
-    """d_weight, float32, += d_output^T input."""
+    """Compute d_weight, float32, += d_output^T input."""
     _count("wgrad_gemm_accum_fp32")
     assert d_weight.dtype == torch.float32
     _added(input, d_output, d_weight)
 
 
 def wgrad_gemm_accum_fp16(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
-    """d_weight, of input's dtype, += d_output^T input."""
+    """Compute d_weight, of input's dtype, += d_output^T input."""
     _count("wgrad_gemm_accum_fp16")
     assert d_weight.dtype == input.dtype
     _added(input, d_output, d_weight)
@@ -49,7 +49,7 @@ def fused_rms_norm_affine(
 
 
 def install() -> None:
-    """Puts the modules where Apex's would be."""
+    """Install the modules under Apex's names."""
     gradients = ModuleType("fused_weight_gradient_mlp_cuda")
     gradients.wgrad_gemm_accum_fp32 = wgrad_gemm_accum_fp32
     gradients.wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp16

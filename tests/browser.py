@@ -1,4 +1,4 @@
-"""A real browser for tests: Debian's chromium behind chromedriver, spoken to over HTTP."""
+"""A real browser for tests: Debian's chromium, controlled by chromedriver over HTTP."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Browser:
         self._post("url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """The value that the body of a function returns."""
+        """Return the value that the body of a function returns."""
         return self._post("execute/sync", {"script": script, "args": arguments})
 
     def wait_for(self, condition: str) -> Any:
-        """The value of an expression as soon as it is true. Raises AssertionError."""
+        """Return the value of an expression as soon as it is true. Raises AssertionError."""
         end = time.monotonic() + ANSWER_TIMEOUT_S
         while not (value := self.run(f"return {condition}")):
             assert time.monotonic() < end, f"it did not come true: {condition}"
@@ -54,7 +54,7 @@ class Browser:
 
     @property
     def complaints(self) -> list[str]:
-        """Errors and warnings in the browser's console."""
+        """Return errors and warnings in the browser's console."""
         entries = self._post("se/log", {"type": "browser"})
         return [one["message"] for one in entries if one["level"] in ("SEVERE", "WARNING")]
 
@@ -77,7 +77,7 @@ def _ask(url: str, body: dict[str, Any] | None, method: str | None = None) -> An
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """`folder`: for the browser's profile."""
+    """Yield a browser. `folder`: for its profile."""
     assert DRIVER is not None
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -19,12 +19,12 @@ import pytest
 from tests.thorough import THOROUGH
 
 PARAMETERS = type(pytest.param())
-"""Class of what `pytest.param` returns."""
+"""Class of the result of `pytest.param`."""
 
 
 @contextmanager
 def case(name: object) -> Iterator[None]:
-    """Add `name` to whatever the block raises."""
+    """Add `name` to every exception of the block."""
     try:
         yield
     except BaseException as failure:
@@ -33,7 +33,7 @@ def case(name: object) -> Iterator[None]:
 
 
 def same_numbers() -> None:
-    """Make draws without a generator of their own independent of the tests and cases before."""
+    """Make draws without a separate generator independent of the tests and cases before."""
     random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""A tokenizer of one token a character, whose number is the character's, on disk; `<end>` is token
-1 and ends a turn."""
+"""A tokenizer on disk with one token per character, whose id is the character's number; `<end>` is
+token 1 and ends a turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATE = (
 
 
 def save_characters(directory: Path, special: Sequence[str] = ()) -> Path:
-    """`special`: more tokens like `<end>`, from number 2 on."""
+    """Write the tokenizer. `special`: more tokens like `<end>`, from number 2 on."""
     directory.mkdir(parents=True, exist_ok=True)
     letters = {chr(code): code for code in (10, *range(32, 127))}
     plain = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
@@ -50,5 +50,5 @@ def characters(directory: Path, template: str = TEMPLATE) -> Tokenizer:
 
 
 def read(ids: object) -> str:
-    """Text of the ids, with `<end>` as \\x01."""
+    """Return the text of the ids, with `<end>` as \\x01."""
     return "".join(map(chr, ids))  # type: ignore[arg-type, call-overload]

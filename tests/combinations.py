@@ -1,4 +1,4 @@
-"""A set of runs in which every two methods that go together meet at least once.
+"""A set of runs in which every two compatible methods are combined at least once.
 
 The configuration decides which methods can be combined: combinations that its models refuse are
 left out. The search takes seconds, so tests/data/combinations.json stores the set:
@@ -25,7 +25,7 @@ from tests.written_run import config_tree
 
 STORED = Path(__file__).parent / "data/combinations.json"
 TRIES = 150
-"""Random companions with which a pair is tried before it counts as impossible."""
+"""Number of random companions with which a pair is tried before it counts as impossible."""
 REQUIRED: dict[str, dict[str, Any]] = {
     "reject": {"high": 0.5},
     "matched_lr": {"target_update_norm": 0.01},
@@ -38,7 +38,7 @@ def _names(section: str) -> list[str]:
 
 
 def factors() -> dict[str, list[Any]]:
-    """Factors and their values; None stands for none, or for the loss's own."""
+    """Return factors and their values; None means none, or the loss's own."""
     return {
         "advantage": _names("advantage"),
         "loss": _names("loss"),
@@ -54,7 +54,7 @@ def factors() -> dict[str, list[Any]]:
 
 
 def config_of(chosen: dict[str, Any]) -> Config | None:
-    """The run with these methods and their requirements; None where the configuration refuses
+    """Return the run with these methods and their requirements; None if the configuration refuses
     it."""
     tree = config_tree()
 
@@ -102,8 +102,8 @@ def config_of(chosen: dict[str, Any]) -> Config | None:
 
 
 def search(seed: int = 0) -> list[dict[str, Any]]:
-    """Greedy: each combination starts from a pair not met yet, and takes the companions that bring
-    the most new pairs."""
+    """Search greedily: each combination starts with an uncovered pair, and gets the companions that
+    add the most new pairs."""
     rng, given = random.Random(seed), factors()
     missing = {
         ((a, x), (b, y))
@@ -117,8 +117,8 @@ def search(seed: int = 0) -> list[dict[str, Any]]:
         best: tuple[set[Any], dict[str, Any]] | None = None
         for attempt in range(TRIES):
             index = {name: rng.randrange(len(values)) for name, values in given.items()}
-            # Half of the tries leave out most of what may be left out: fewer companions refuse
-            # less.
+            # Half of the tries leave out most optional companions, because fewer companions cause
+            # fewer refusals.
             if attempt % 2:
                 index |= {
                     name: 0

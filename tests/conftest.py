@@ -1,13 +1,13 @@
 """Set up every test: one thread per process, since tests start several; no clock on properties,
-since cores are shared; the same random numbers each time, whatever ran before; and, where
-pytest-xdist is asked for workers, the tests that go to one worker.
+since cores are shared; the same random numbers each time, whatever ran before; and, with workers of
+pytest-xdist, the assignment of tests to workers.
 
-A worker takes whole files, in the order of `testpaths`, so that what a file sets up is set up once.
-Files that share results stay together. Whole runs (tests/end_to_end, tests/network) go to one
-worker, from the beginning: they wait a lot, for imports, for each other's processes and for
-watchdogs, so they leave a core to other tests; two of them at a time would not, and could miss
-their deadlines. Next to them come the unit tests, which are one process; what starts engines and
-ranks comes last.
+A worker runs whole files, in the order of `testpaths`, so that the setup of a file runs once. Files
+that share results stay together. Whole runs (tests/end_to_end, tests/network) go to one worker,
+from the beginning: they wait a lot, for imports, for each other's processes and for watchdogs, so
+they leave a core to other tests; two of them at a time would not, and could miss their deadlines.
+The unit tests, which are one process, run at the same time. Tests that start engines and ranks come
+last.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ ENGINES = (
 
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:
-    """Later tests of a worker start Ray, engines and ranks, which inherit its environment. vLLM,
-    for one, adds libraries to LD_PRELOAD when a test makes a config of it."""
+    """Restore the environment, which Ray, engines and ranks of later tests inherit. vLLM, for
+    instance, adds libraries to LD_PRELOAD when a test makes a config of it."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -90,8 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what only `make test-all` runs (tests/thorough.py), and put long files first for
-    xdist's workers (tests/durations.py)."""
+    """Deselect tests that only `make test-all` runs (tests/thorough.py), and put long files first
+    for xdist's workers (tests/durations.py)."""
     if not THOROUGH:
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         if left_out:
@@ -121,8 +121,8 @@ def file_of(item: pytest.Item) -> str:
 
 
 def scope_of(file: str) -> str:
-    """Return the name of what a worker takes at once: `file`, or the files that it is together
-    with."""
+    """Return the name of the unit that a worker runs at once: `file`, or the files that share
+    results with it."""
     if file.startswith(("tests/end_to_end/", "tests/network/")):
         return "runs"
     for together in (LAYOUTS, MODELS, ENGINES):
@@ -139,5 +139,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid.partition("::")[0])
 
-    config.option.loadscopereorder = False  # that would sort them by their number of tests
+    config.option.loadscopereorder = False  # this would sort them by their number of tests
     return FilesTogether(config, log)

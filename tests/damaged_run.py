@@ -60,7 +60,7 @@ def name_of(step: int) -> str:
 
 
 def save(config: Config, step: int) -> Path:
-    """Write a checkpoint, as far as it is read without torch; return its folder."""
+    """Write the parts of a checkpoint that are read without torch; return its folder."""
     run_dir = config.run.dir
     folder = run_dir / "checkpoint" / name_of(step)
     (folder / "sharded").mkdir(parents=True)
@@ -140,8 +140,8 @@ class _Data(ctypes.Structure):
 
 @contextlib.contextmanager
 def permissions_count() -> Iterator[None]:
-    """Let the modes of files bind this thread, also of root: without the capabilities to pass over
-    them (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH)."""
+    """Make file modes bind this thread even if it is root, by dropping the capabilities that
+    override them (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH)."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,7 +1,7 @@
-"""The record of how long each test file takes. With it, xdist's workers take long files first.
+"""Record of the duration of each test file. With it, xdist's workers run long files first.
 
-`make durations` writes the record, on a machine that does nothing else. Files that are not in it
-count as short.
+`make durations` writes the record, on a machine without other work. Files that are not in it count
+as short.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def longest_first(
 ) -> list[str]:
     """Return `files` with the longest scopes first in each part of the tests.
 
-    `scopes` names what a worker takes at once: the file, or several files together. Parts, the
-    folders under tests/, keep their order, and so do the files of a scope.
+    `scopes` names the unit that a worker runs at once: the file, or several files together. Parts,
+    the folders under tests/, keep their order, and so do the files of a scope.
     """
     listed = list(files)
     parts = list(dict.fromkeys(map(part_of, listed)))

@@ -1,5 +1,5 @@
-"""Reference of FP8 tensors, in torch's own types: one scale for a tensor, or one for each block of
-a matrix. FP8 layers are compared with it."""
+"""Reference of FP8 tensors, in torch's own types, for comparison with FP8 layers: one scale for a
+tensor, or one for each block of a matrix."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_async_rl.controls.quantize import scales_of
 def tensorwise(
     values: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, ulps: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(numbers, scale): of any shape, and a scalar; values are about numbers x scale. The largest
-    value becomes the largest number of `dtype`, so that the scale is not a power of two: values are
-    multiplied by its inverse, as Transformer Engine does, since a division rounds some of those
-    that lie halfway between two numbers to the other one. ulps: of the inverse, in units in its
-    last place; Transformer Engine divides approximately on a GPU, and can be one off."""
+    """Return (numbers, scale): of any shape, and a scalar; values are about numbers x scale. The
+    largest value becomes the largest number of `dtype`, so the scale is not a power of two. Values
+    are multiplied by its inverse, as in Transformer Engine, because a division rounds some values
+    halfway between two numbers to the other one. ulps: offset of the inverse, in units in its last
+    place; Transformer Engine divides approximately on a GPU, and can be off by one."""
     largest = values.float().abs().amax()
     limit = torch.finfo(dtype).max
     inverse = torch.where(largest == 0, 1.0, limit / largest)
@@ -27,9 +27,9 @@ def tensorwise(
 def blockwise(
     values: Tensor, block: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
-    """(numbers, scales) of a matrix [M, N] in blocks: [M, N] and [M, N], each block's scale at all
-    of its places, a power of two. block: (1, 128) as activations and gradients have them, (128,
-    128) as weights do; the last blocks may be cut short."""
+    """Return (numbers, scales) of a matrix [M, N] in blocks: [M, N] each, with each block's scale,
+    a power of two, at all of its positions. block: (1, 128) for activations and gradients, (128,
+    128) for weights; the last blocks may be smaller."""
     limit = torch.finfo(dtype).max
     rows, columns = (torch.arange(n) // size for n, size in zip(values.shape, block, strict=True))
     across = int(columns[-1]) + 1
@@ -41,5 +41,5 @@ def blockwise(
 
 
 def restored(numbers: Tensor, scales: Tensor) -> Tensor:
-    """float32, of the shape of `numbers`."""
+    """Return float32, of the shape of `numbers`."""
     return numbers.float() * scales

@@ -1,4 +1,4 @@
-"""Gradients of a single process for tests of the controls, and the steps they are part of."""
+"""Gradients of a single process for tests of the controls, and the steps that contain them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def cosine(a, b):
 
 
 def aligned(c, size=300, seed=0, scale=7.0):
-    """(reference, gradient of cosine c with it), two shards each."""
+    """Return (reference, gradient of cosine c with it), two shards each."""
     rng = np.random.default_rng(seed)
     u, v = np.linalg.qr(rng.normal(size=(size, 2)))[0].T
     g = scale * (c * u + math.sqrt(1 - c * c) * v)

@@ -1,4 +1,4 @@
-"""A run directory with a sample log, as a run of five steps leaves it."""
+"""A run directory with the sample log of a run of five steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def row(sample: Sample, group: int = 0) -> SampleRow:
 
 
 def sample(group: int, k: int, change: Change = lambda one: one) -> Sample:
-    """Trained at step group + 1; the reward of sample k of group g is g + k / 10."""
+    """Return a sample trained at step group + 1; the reward of sample k of group g is g + k /
+    10."""
     made = Sample(
         id=f"{group}-{k}",
         prompt=Prompt(id=f"sum-{group}", text=f"{group}+{k}=", token_ids=(5, 6)),
@@ -40,7 +41,7 @@ def sample(group: int, k: int, change: Change = lambda one: one) -> Sample:
 
 
 def logged_run(run_dir: Path, change: Change = lambda one: one) -> Path:
-    """STEPS steps of one group each, one more group that waits, and an evaluation of version 0."""
+    """Write STEPS steps of one group each, a waiting group, and an evaluation of version 0."""
     log = SampleLogWriter(run_dir, SamplesConfig())
     log.begin(0)
     prompt = sample(0, 0).prompt

@@ -1,5 +1,5 @@
-"""Every method of the configuration, with its settings at their defaults and with every choice
-among few."""
+"""Every method of the configuration, with its settings at their defaults and with every value of
+settings that have few."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TRIED = (3.0, 0.5)
 
 
 def models(section: str) -> tuple[type[Strict], ...]:
-    """The settings models of `objective.<section>`, or of `controls`."""
+    """Return the settings models of `objective.<section>`, or of `controls`."""
     owner = Config if section == "controls" else ObjectiveConfig
     return models_in(owner.model_fields[section].annotation)
 
 
 def methods(section: str) -> dict[str, Any]:
-    """Name -> method of every choice of the section that the package has."""
+    """Return name -> method of every choice of the section that the package has."""
     return {str(method_name(model)): method_of(model) for model in models(section)}  # type: ignore[arg-type]
 
 
@@ -35,8 +35,8 @@ CORRECTIONS, CONTROLS = methods("corrections"), methods("controls")
 
 
 def variants(model: type[Strict]) -> Iterator[Strict]:
-    """Every combination of literals and switches that the model accepts, and each setting that is
-    off turned on alone."""
+    """Yield every combination of literals and switches that the model accepts, and each setting
+    that is off by default turned on alone."""
     names = [name for name in model.model_fields if name != "name"]
     chosen = {name: _choices(model.model_fields[name]) for name in names}
     made: list[Strict] = []
@@ -96,17 +96,18 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 
 def _is_off(field: FieldInfo) -> bool:
-    """Null by default, or without a default, and not one of a few words."""
+    """Return True for a setting that is null by default, or has no default and is not a choice of a
+    few words."""
     return (field.default is None or field.is_required()) and _choices(field) == [DEFAULT]
 
 
 def every(section: str) -> list[Any]:
-    """Every variant of every method of the section."""
+    """Return every variant of every method of the section."""
     return [settings for model in models(section) for settings in variants(model)]
 
 
 def label(settings: Any) -> str:
-    """Name for a test id: the method and its settings that differ from the defaults."""
+    """Return a name for a test id: the method and its settings that differ from the defaults."""
     changed = [
         f"{name}={getattr(settings, name)}"
         for name, f in type(settings).model_fields.items()

@@ -1,4 +1,4 @@
-"""Ports for processes that get theirs before they start."""
+"""Ports for processes that need theirs before they start."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import socket
 
 
 def free_ports(count: int) -> list[int]:
-    """Below the range that outgoing connections are given ports from, so that none takes one before
-    its turn comes."""
+    """Return ports below the range of outgoing connections, so that no connection uses one before
+    its process starts."""
     found: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(found) < count:

@@ -1,4 +1,4 @@
-"""Directories of published models that hold nothing but their sizes."""
+"""Directories of published models that contain only their sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_async_rl.plan import model_files
 PUBLISHED: dict[str, dict[str, Any]] = {
     name.rpartition("/")[2]: dict(config) for name, config in model_files.PUBLISHED.items()
 }
-"""Name without its owner -> config.json, for the models that the recipes and the pages name."""
+"""Name without its owner -> config.json, for the models in the recipes and the pages."""
 COMMON: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6,
@@ -30,6 +30,6 @@ QWEN2 = {
 
 
 def write_config(folder: Path, name: str) -> None:
-    """A model's directory that has nothing but its sizes."""
+    """Write a model's directory that contains only its sizes."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(COMMON | PUBLISHED[name]))

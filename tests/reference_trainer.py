@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 BOUND = 20.0
-"""Log-ratios inside a loss are clamped to this."""
+"""Clamp of log-ratios inside a loss."""
 Tensors = dict[str, Tensor]
 
 
 @dataclass(eq=False)
 class Response:
-    """One sampled response. `group`: the prompt's place in the batch."""
+    """One sampled response. `group`: the prompt's position in the batch."""
 
     id: str
     group: int
@@ -39,7 +39,7 @@ class Response:
     advantage: Tensor = field(default_factory=lambda: torch.zeros(0))
     prox: Tensor = field(default_factory=lambda: torch.zeros(0))
     penalty: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """[T]: taken from the reward of each token; `reward` has their sum taken off."""
+    """[T]: subtracted from the reward of each token; `reward` is reduced by their sum."""
     ref: Tensor = field(default_factory=lambda: torch.zeros(0))
     factor: Tensor = field(default_factory=lambda: torch.zeros(0))
 
@@ -49,7 +49,7 @@ class Response:
 
 
 class Model:
-    """A transformers model under any weights. Names are those of Hugging Face's files."""
+    """A transformers model with any weights. Names are those of Hugging Face's files."""
 
     def __init__(self, module: torch.nn.Module, temperature: float) -> None:
         self.module = module.double()
@@ -63,7 +63,7 @@ class Model:
         return found
 
     def log_probs(self, weights: Tensors, one: Response) -> tuple[Tensor, Tensor]:
-        """([T] log-probs, [T] entropies) of a response, at the sampling temperature."""
+        """Return ([T] log-probs, [T] entropies) of a response, at the sampling temperature."""
         given = {name: _as_parameter(name, weights) for name, _ in self.module.named_parameters()}
         ids = torch.tensor([[*one.prompt, *one.tokens]])
         logits = torch.func.functional_call(self.module, given, (ids,)).logits[0]
@@ -74,7 +74,8 @@ class Model:
 
 
 def _in_files(name: str, value: Tensor) -> list[tuple[str, Tensor]]:
-    """transformers holds a layer's experts stacked; files hold one matrix per expert."""
+    """Return tensors as in files: transformers stacks a layer's experts, files have one matrix per
+    expert."""
     if name.endswith("experts.gate_up_proj"):
         stem, half = name.removesuffix("gate_up_proj"), value.shape[1] // 2
         return [
@@ -166,7 +167,7 @@ def group_advantages(name: str, settings: Mapping[str, Any], batch: Sequence[Res
             else:
                 raise NotImplementedError(name)
             one.advantage = value * one.mask
-            if name == "reinforce_pp":  # what is still to come, penalties of earlier tokens not
+            if name == "reinforce_pp":  # rewards to go, without penalties of earlier tokens
                 one.advantage = (value + one.penalty.cumsum(0) - one.penalty) * one.mask
     if name.startswith("reinforce_pp"):
         every = torch.cat([one.advantage[one.mask > 0] for one in batch])
@@ -177,7 +178,7 @@ def group_advantages(name: str, settings: Mapping[str, Any], batch: Sequence[Res
 
 
 # ---------------------------------------------------------------------------------------------
-# Corrections: once per optimizer step, in their order; each sees what those before it kept.
+# Corrections: once per optimizer step, in their order; each gets the tokens that earlier ones kept.
 
 
 def set_factors(
@@ -346,7 +347,7 @@ def _searched_bounds(
 def loss_of(
     loss: Mapping[str, Any], one: Response, pi: Tensor, decided: Mapping[str, Any]
 ) -> Tensor:
-    """[T], or a number for losses that are defined per sequence."""
+    """Return [T], or a number for losses that are defined per sequence."""
     name, a, mask = loss["name"], one.advantage, one.mask
     log_r, log_w = (pi - one.prox).clamp(-BOUND, BOUND), (pi - one.mu).clamp(-BOUND, BOUND)
     r, w, rho = log_r.exp(), log_w.exp(), (one.prox - one.mu).clamp(-BOUND, BOUND).exp()
@@ -481,7 +482,7 @@ class Trainer:
     def train(
         self, version: int, batch: Sequence[Response], parts: Sequence[Sequence[str]]
     ) -> list[Step]:
-        """The optimizer steps on a batch of `version`. `parts`: ids of each minibatch."""
+        """Return the optimizer steps on a batch of `version`. `parts`: ids of each minibatch."""
         self.past[version] = self._copy()
         self._precompute(version, batch)
         by_id = {one.id: one for one in batch}
@@ -494,8 +495,8 @@ class Trainer:
 
     @torch.no_grad()
     def _precompute(self, version: int, batch: Sequence[Response]) -> None:
-        """Rewards, advantages and log-probs under other policies, under the weights that the batch
-        begins with."""
+        """Compute rewards, advantages and log-probs under other policies, under the weights with
+        which the batch begins."""
         kl = self.objective.get("kl")
         proximal = self.objective.get("proximal", "behavior")
         for one in batch:
@@ -507,7 +508,7 @@ class Trainer:
             elif proximal == "recompute":
                 one.prox = start
             elif proximal == "loglinear":
-                # At lag 0 and 1 it is mu.
+                # At lag 0 and 1 it equals mu.
                 share = torch.where(lag > 1, 1 - 1 / lag.clamp(min=1), torch.zeros_like(lag))
                 one.prox = one.mu + share * (start - one.mu)
             elif proximal == "ewma":
@@ -555,7 +556,7 @@ class Trainer:
         decided: Mapping[str, Any],
         batch: Sequence[Response],
     ) -> Tensor:
-        """This sample's part of the batch's loss: divided by counts of the whole batch."""
+        """Return this sample's part of the batch's loss: divided by counts of the whole batch."""
         aggregation = self.objective["aggregation"]
         tokens, sequences = sum(o.trained for o in batch), len(batch)
         value = loss_of(self.objective["loss"], one, pi, decided)
@@ -573,7 +574,7 @@ class Trainer:
             added = added + penalty
         if self.objective.get("entropy_bonus"):
             added = added - self.objective["entropy_bonus"] * entropy
-        # A loss per sequence knows no aggregation of tokens: what is added is a mean over tokens.
+        # A loss per sequence has no token aggregation, so the added terms are means over tokens.
         return mine + self._aggregate(added, one, tokens, sequences)
 
     def _aggregate(self, value: Tensor, one: Response, tokens: int, sequences: int) -> Tensor:
@@ -640,7 +641,7 @@ class Trainer:
         return regime
 
     def _beta1(self, gradient: Tensors, control: Mapping[str, Any], longest: float) -> float:
-        """beta1 by the cosine of the gradient with Adam's momentum."""
+        """Return beta1 by the cosine of the gradient with Adam's momentum."""
         norms = _norm(gradient) * _norm(self.moments)
         if norms == 0.0:
             return longest
@@ -650,9 +651,9 @@ class Trainer:
         return longest + min(max(share, 0.0), 1.0) * (shortest - longest)
 
     def _align(self, gradient: Tensors, control: Mapping[str, Any]) -> str:
-        """GAC: compare with the raw gradient of the step before; turn above c_low."""
+        """Apply GAC: compare with the raw gradient of the step before; project above c_low."""
         norm = _norm(gradient)
-        if norm == 0.0:  # no direction: the next gradient is compared with the one before
+        if norm == 0.0:  # no direction: the next gradient is compared with the previous one
             return "keep"
         raw = {name: g.clone() for name, g in gradient.items()}
         previous, self.previous = self.previous, raw
@@ -679,7 +680,7 @@ class Trainer:
         batch: Sequence[Response],
         moved: bool,
     ) -> None:
-        """Take the component along D = theta_now - theta_v from the update."""
+        """Remove the component along D = theta_now - theta_v from the update."""
         tokens = sum(one.trained for one in batch)
         way = {name: torch.zeros_like(w) for name, w in self.weights.items()}
         for one in batch:

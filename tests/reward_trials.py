@@ -1,4 +1,4 @@
-"""Plans without a trial of the reward, which starts a process for each plan: for tests of other
+"""Plans without a trial of the reward, which starts a process for each plan, for tests of other
 parts of a plan."""
 
 from __future__ import annotations

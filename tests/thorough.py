@@ -1,8 +1,8 @@
 """The tests and cases that only `make test-all` runs.
 
-The gate runs every kind of test on cases that can each fail by themselves; `make test-all` adds
-what takes long and seldom finds more: all pairs of layouts, methods and damages, several machines,
-Slurm and the tables of studies.
+The gate runs every kind of test on cases that can each fail independently. `make test-all` adds
+tests that take long and rarely find more: all pairs of layouts, methods and damages, several
+machines, Slurm and the tables of studies.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ def chosen[Case](cases: Mapping[str, Case], *in_gate: str) -> dict[str, Case]:
 
 
 def examples(thorough: int, gate: int) -> int:
-    """Return the number of examples that hypothesis tries of a property."""
+    """Return the number of examples that hypothesis tries for a property."""
     return thorough if THOROUGH else gate

@@ -25,8 +25,8 @@ def save_tiny_model(
     scale: float = 4.0,
     **config: object,
 ) -> Path:
-    """Saves a model with random weights in `directory` and returns it. `config` goes to the
-    transformers configuration.
+    """Save a model with random weights in `directory` and return it. `config`: for the transformers
+    configuration.
 
     scale: multiplies every matrix, so that log-probs are far from uniform and errors show; norms
     and biases are random too.
@@ -76,7 +76,7 @@ def save_tiny_model(
                 elif name.endswith("bias"):
                     parameter.normal_(0, 0.1)
                 else:
-                    # Gemma's norms hold their distance from 1.
+                    # Gemma's norms are stored relative to 1.
                     parameter.normal_(0 if family.startswith("gemma") else 1, 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     return Path(directory)

@@ -13,14 +13,14 @@ from megatron_async_rl.samples.columns import spans
 
 
 def decided(objective: Objective, batch, precomputed, current=None) -> StepTargets:
-    """The targets of one optimizer step on all valid samples of a RankBatch."""
+    """Return the targets of one optimizer step on all valid samples of a RankBatch."""
     samples = valid_samples(batch)
     return objective.decide(samples, objective.prepare(samples, precomputed), current)
 
 
 def part_of(targets: StepTargets, rows, dtype=torch.float64) -> TokenBatch:
-    """The micro-batch of the samples `rows` of a step, all of one owner, numbered as
-    build_micro_batches does."""
+    """Return the micro-batch of the samples `rows` of a step, all of one owner, numbered as by
+    build_micro_batches."""
     chosen = np.array(rows, dtype=np.int64)
     starts, lengths = targets.samples.owned_starts[chosen], targets.samples.lengths[chosen]
     tokens, sequence = spans(starts, lengths), np.repeat(np.arange(len(chosen)), lengths)
@@ -30,7 +30,7 @@ def part_of(targets: StepTargets, rows, dtype=torch.float64) -> TokenBatch:
     else:
         owner = int(targets.samples.owner[chosen[0]])
     places = map(torch.from_numpy, (tokens, chosen, sequence))
-    # A step has one dtype; a test may take parts in several.
+    # A step has one dtype, but a test may request parts in several.
     return replace(targets).micro_batch(owner, *places, dtype=dtype)
 
 
@@ -49,7 +49,8 @@ def tokens(
     dtype=torch.float64,
     **more,
 ) -> TokenBatch:
-    """One batch from lists; `sequence` defaults to one sequence, `logp` carries the gradient."""
+    """Return a batch from lists; `sequence` defaults to one sequence, `logp` carries the
+    gradient."""
     logp = torch.as_tensor(logp, dtype=dtype)
 
     def fill(values, default):
@@ -82,8 +83,8 @@ def tokens(
 
 
 def rewarded(rewards, *, group=None, lengths=None, mask=None) -> TokenBatch:
-    """A whole batch whose rewards, groups and lengths alone matter; one group and one token each by
-    default."""
+    """Return a whole batch with these rewards, groups and lengths and trivial other values; one
+    group and one token each by default."""
     lengths = torch.as_tensor(lengths if lengths is not None else [1] * len(rewards))
     sequence = torch.repeat_interleave(torch.arange(len(rewards)), lengths)
     group = group if group is not None else [0] * len(rewards)
@@ -95,8 +96,8 @@ def rewarded(rewards, *, group=None, lengths=None, mask=None) -> TokenBatch:
 def random_tokens(
     sequences: int = 6, seed: int = 0, *, group_size: int = 3, longest: int = 8
 ) -> TokenBatch:
-    """Ragged sequences with every optional tensor present, some masked tokens, log-ratios of order
-    1."""
+    """Return ragged sequences with every optional tensor, some masked tokens, and log-ratios of
+    order 1."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (sequences,), generator=generator)
     sequence = torch.arange(sequences).repeat_interleave(lengths)
@@ -125,5 +126,5 @@ def random_tokens(
 
 
 def detached(batch: TokenBatch) -> TokenBatch:
-    """The batch without gradients, as a whole batch is."""
+    """Return the batch without gradients, like a whole batch."""
     return batch.replace(logp=batch.logp.detach())

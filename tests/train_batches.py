@@ -17,29 +17,29 @@ PER_TOKEN = ("response_ids", "behavior_logprobs", "versions", "loss_mask")
 
 
 def columns(batch: TrainBatch) -> RankBatch:
-    """The batch as the ranks of a run without data parallelism receive it."""
+    """Return the batch as the ranks of a run without data parallelism receive it."""
     (only,) = rank_batches(batch, 1)
     return only
 
 
 def rank_batches(batch: TrainBatch, data_parallel: int, **settings) -> list[RankBatch]:
-    """The batch as each data-parallel rank receives it."""
+    """Return the batch as each data-parallel rank receives it."""
     numbers, tokens = split(batch, data_parallel, **settings)
     return [RankBatch.of(batch.version, numbers, own) for own in tokens]
 
 
 def columns_of(samples: Sequence[Sample], version: int = 100) -> RankBatch:
-    """Samples that are groups of their own."""
+    """Return a rank batch of samples, each a group of its own."""
     return columns(grouped(samples, version))
 
 
 def grouped(samples: Sequence[Sample], version: int = 100) -> TrainBatch:
-    """Each sample is a group of its own."""
+    """Return a train batch of samples, each a group of its own."""
     return TrainBatch.of(version, [[sample] for sample in samples])
 
 
 def groups_of(batch: TrainBatch) -> list[list[Sample]]:
-    """The samples of a batch that was made of samples, group by group."""
+    """Return the samples of a batch that was made of samples, group by group."""
     groups: dict[int, list[Sample]] = {}
     places = batch.samples.column("group").to_pylist()
     for place, sample in zip(places, samples_of(batch.samples), strict=True):
@@ -48,18 +48,18 @@ def groups_of(batch: TrainBatch) -> list[list[Sample]]:
 
 
 def samples_in(batch: TrainBatch) -> list[Sample]:
-    """All of them."""
+    """Return all samples of a batch."""
     return samples_of(batch.samples)
 
 
 def row(sample: Sample, group: int = 0) -> SampleRow:
-    """The sample as the controller has it."""
+    """Return the sample as the controller has it."""
     (only,) = rows_of(batch_of([sample], [group]))
     return only
 
 
 def joined(samples: Sequence[Sample]) -> Sample:
-    """One sample whose segments these are: the prompt of each but the first is a context."""
+    """Return one sample with these segments: the prompt of each but the first is a context."""
     first, *others = samples
     parts = [[getattr(first, name)] for name in PER_TOKEN]
     starts = []
@@ -108,7 +108,7 @@ def make_sample(
 
 
 def rewards_batch(groups: list[list[float | None]]) -> TrainBatch:
-    """Groups of one-token samples with these rewards; None is a reward that failed."""
+    """Return groups of one-token samples with these rewards; None is a reward that failed."""
     made = []
     for index, rewards in enumerate(groups):
         prompt = Prompt(id=f"p{index}", text="", token_ids=(1, 2))
@@ -136,7 +136,7 @@ def ragged_batch(
     max_prompt: int = 9,
     max_response: int = 17,
 ) -> TrainBatch:
-    """Random tokens, lengths, rewards, behaviour log-probs, weight versions and a few masked
+    """Return random tokens, lengths, rewards, behaviour log-probs, weight versions and a few masked
     tokens; one reward failed."""
     rng = np.random.default_rng(seed)
     made = []

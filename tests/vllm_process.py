@@ -1,5 +1,5 @@
-"""vLLM's own processes of an engine, found by its log: looking through all processes of a busy
-machine was seen to miss them."""
+"""vLLM's own processes of an engine, found by its log, because a search through all processes of a
+busy machine can miss them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import psutil
 
 
 def core_of(log: Path) -> psutil.Process:
-    """It gives its number in each line; an engine that is started again begins a new log. Raises
-    psutil.NoSuchProcess."""
+    """Return vLLM's core, which writes its process id in each line; a restarted engine begins a new
+    log. Raises psutil.NoSuchProcess."""
     return _named("EngineCore", log)
 
 
 def actor_of(log: Path) -> psutil.Process:
-    """The engine's actor. Raises psutil.NoSuchProcess."""
+    """Return the engine's actor. Raises psutil.NoSuchProcess."""
     return _named("MainProcess", log)
 
 
@@ -27,6 +27,7 @@ def _named(name: str, log: Path) -> psutil.Process:
 
 
 def workers_of(log: Path) -> list[psutil.Process]:
-    """The tensor-parallel workers that `core_of` started, by rank. Raises psutil.NoSuchProcess."""
+    """Return the tensor-parallel workers that `core_of` started, by rank. Raises
+    psutil.NoSuchProcess."""
     numbers = dict(re.findall(r"\(Worker_TP(\d+) pid=(\d+)\)", log.read_text()))
     return [psutil.Process(int(numbers[rank])) for rank in sorted(numbers)]

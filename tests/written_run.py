@@ -1,5 +1,5 @@
-"""A config with the model directory and data it names, written without torch: enough for everything
-before a run starts."""
+"""A config with the model directory and data that it names, written without torch: enough for all
+that happens before a run starts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ QWEN3 = {
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
-    """A Qwen3 directory: config.json with `changes`, a character tokenizer, one weight file that
-    nothing opens."""
+    """Write a Qwen3 directory: config.json with `changes`, a character tokenizer, and one weight
+    file that no test opens."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN3 | changes))
     vocabulary = {"<eos>": 0, "<unk>": 1} | {
@@ -56,7 +56,7 @@ def write_prompts(file: Path, prompts: int = 8) -> Path:
 
 
 def config_tree() -> dict[str, Any]:
-    """Config of `write_run`, as a tree to change."""
+    """Return the config of `write_run`, as a tree to change."""
     return {
         "run": {"dir": "out", "steps": 4},
         "model": {"path": "model", "dtype": "float32"},
@@ -68,7 +68,7 @@ def config_tree() -> dict[str, Any]:
 
 
 def write_run(folder: Path, **model_changes: Any) -> Path:
-    """A run that `mar plan` accepts; returns the config file."""
+    """Write a run that `mar plan` accepts; return the config file."""
     write_model(folder / "model", **model_changes)
     write_prompts(folder / "train.jsonl")
     config = folder / "config.yaml"

@@ -210,7 +210,7 @@ def simulate(
         if counts or assume:
             key, what = (
                 "--gpus" if counts else "--assume",
-                "applies to assumed rates, and --from takes a run's",
+                "applies to assumed rates, and --from uses a run's",
             )
             raise UserError.of(key, what, "leave one of the two out")
         predict_from_run(loaded, measured_in, ratios, steps, seed, console())

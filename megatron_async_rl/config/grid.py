@@ -168,8 +168,8 @@ def _problems(error: ValidationError, lines: Mapping[str, int]) -> list[Problem]
 
 
 def _override(value: Any) -> str:
-    """YAML of one line. JSON is YAML but for the names of numbers that are not finite, and for the
-    two escapes in which it writes one character beyond 16 bits."""
+    """YAML of one line. JSON is YAML except for the names of non-finite numbers and for the two
+    escapes in which it writes one character beyond 16 bits."""
     if isinstance(value, dict):
         parts = (f"{json.dumps(key)}: {_override(given)}" for key, given in value.items())
         return f"{{{', '.join(parts)}}}"

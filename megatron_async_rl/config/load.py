@@ -172,7 +172,7 @@ def _not_text(value: str) -> tuple[str, str] | None:
 
 def resolve_paths(tree: Any, prefix: str, folder: Path) -> Any:
     """`tree`, the value at the dotted key `prefix`, with its relative paths made absolute from
-    `folder` and files of text replaced by what they hold; edits in place. Raises ConfigError for
+    `folder` and files of text replaced by their content; edits in place. Raises ConfigError for
     such a file that cannot be read."""
     at = pattern_of(prefix)
     # Keys come from the schema, so a new path is resolved without a line here.
@@ -225,7 +225,7 @@ def _path(key: str, value: str, folder: Path) -> Path:
     # bytes, Python by those of the locale: outside ASCII, these would be two files.
     if not path.isascii() and (encoding != "utf-8" or _not_text(path) is not None):
         what = f"{_printable(path)} is not a path that all parts of a run can open in this locale"
-        fix = "set LC_ALL=C.UTF-8 or another UTF-8 locale, or take a path of ASCII characters"
+        fix = "set LC_ALL=C.UTF-8 or another UTF-8 locale, or use a path of ASCII characters"
         raise ConfigError("", [Problem(key=key, what=f"{what} ({encoding})", fix=fix)])
     return Path(path)
 

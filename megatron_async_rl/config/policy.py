@@ -326,8 +326,8 @@ class PolicyConfig(Strict):
     @property
     def row_multiple(self) -> int:
         """Tokens that the length of a micro-batch's rows is rounded up to a multiple of: each
-        context-parallel rank holds two pieces of a sequence, sequence parallelism divides what it
-        holds, and FP8 GEMMs need a multiple of their own of the remainder."""
+        context-parallel rank holds two pieces of a sequence, sequence parallelism divides
+        these, and FP8 GEMMs need a multiple of their own of the remainder."""
         parallel = self.parallel
         # The smallest multiple that every kernel and every split of a row accepts.
         own = row_multiple(self.fp8, sequence=parallel.sequence)

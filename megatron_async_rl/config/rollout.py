@@ -145,7 +145,7 @@ class RewardConfig(Strict):
             if not re.fullmatch(r"[A-Za-z][\w-]*", part):
                 raise ValueError(
                     f"parts: {part!r} cannot be the name of a part, which is a metric"
-                    f" `reward/part/{part}`: take letters, digits, _ and -"
+                    f" `reward/part/{part}`: use letters, digits, _ and -"
                 )
         gates = [name for name, part in self.parts.items() if part.gate]
         # A product of gates alone would multiply an empty sum.

@@ -112,13 +112,13 @@ def environment_conflicts(config: Config) -> Iterator[str]:
     timed = [one.name for one in rollout.reward.rewards.values() if one.name not in AT_ONCE]
     if timed and rollout.reward.timeout_s >= limit_s:
         yield (
-            f"rollout.reward.timeout_s: {rollout.reward.timeout_s:g} lets a reward take as long as"
+            f"rollout.reward.timeout_s: {rollout.reward.timeout_s:g} permits a reward as long as"
             f" watchdog.timeout_s: {limit_s:g}, after which a run without progress ends; lower it,"
             " or raise watchdog.timeout_s"
         )
     if turns is not None and turns.name not in AGENTS and turns.timeout_s >= limit_s:
         yield (
-            f"rollout.environment.timeout_s: {turns.timeout_s:g} lets a tool take as long as"
+            f"rollout.environment.timeout_s: {turns.timeout_s:g} permits a tool call as long as"
             f" watchdog.timeout_s: {limit_s:g}, after which a run without progress ends; lower it,"
             " or raise watchdog.timeout_s"
         )
@@ -172,7 +172,7 @@ def sampling_conflicts(config: Config) -> Iterator[str]:
     # Evaluation may be greedy: only training needs a distribution.
     if sampling.temperature == 0:
         yield (
-            "rollout.sampling.temperature: 0 takes the likeliest token, so that the responses of"
+            "rollout.sampling.temperature: 0 selects the likeliest token, so that the responses of"
             " a group are equal, and the trainer's log-probs are those of temperature 1; set it"
             " above 0 (held-out prompts: eval.sampling.temperature: 0)"
         )
@@ -199,7 +199,7 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
         yield (
             f"objective.proximal: {proximal}",
             loss,
-            "takes the engines' log-probs for the trainer's: a ratio would not be 1 where nothing"
+            "treats the engines' log-probs as the trainer's: a ratio would not be 1 where nothing"
             " changed, and clipping would act on the difference; set objective.proximal:"
             " recompute, or {off}",
         )
@@ -235,7 +235,7 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
         yield (
             f"controls: {control.name}",
             control,
-            "takes pi / pi_behavior for staleness: it would act on the difference; remove it, or"
+            "treats pi / pi_behavior as staleness: it would act on the difference; remove it, or"
             " {off}",
         )
 
@@ -263,7 +263,7 @@ def eval_conflicts(config: Config) -> Iterator[str]:
         # Greedy decoding is deterministic, apart from the order of sums.
         if one.sampling.temperature == 0 and one.samples_per_prompt > 1:
             yield (
-                f"{place}.sampling.temperature: 0 takes the likeliest token, so all"
+                f"{place}.sampling.temperature: 0 selects the likeliest token, so all"
                 f" {one.samples_per_prompt} responses to a prompt would be equal; set"
                 f" {place}.samples_per_prompt: 1"
             )

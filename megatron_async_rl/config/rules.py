@@ -1,8 +1,8 @@
 """Checks of a finished configuration. `validated` makes one and runs all of them.
 
 Each conflict states the combination, the reason, and the fix. The facts about each method are class
-attributes of its settings model, so a new method brings its own. Sections of the schema know
-nothing of each other; they are combined here and in rollout_rules.py.
+attributes of its settings model, so a new method brings its own. Sections of the schema do
+not depend on each other; they are combined here and in rollout_rules.py.
 """
 
 from __future__ import annotations
@@ -389,7 +389,7 @@ def fp8_conflicts(config: Config) -> Iterator[str]:
     # Megatron quantises primary weights from the optimizer's float32 shards.
     if not policy.parallel.distributed_optimizer:
         yield (
-            "policy.fp8.primary_weights needs the distributed optimizer, which alone makes 8-bit"
+            "policy.fp8.primary_weights needs the distributed optimizer, which alone makes FP8"
             " weights from float32 ones; set policy.parallel.distributed_optimizer: true, or"
             " primary_weights: false"
         )

@@ -118,7 +118,7 @@ class EvalSamplingConfig(Strict):
     """How responses to held-out prompts are drawn; null: as in training (rollout.sampling)."""
 
     temperature: Temperature | None = None
-    """0 takes the likeliest token (greedy), with one response per prompt; else from 0.01 to 2."""
+    """0 selects the likeliest token (greedy), with one response per prompt; else from 0.01 to 2."""
     max_tokens: PositiveInt | None = None
     """Response tokens."""
     stop: tuple[Text, ...] | None = None

@@ -220,7 +220,7 @@ class _Builder:
         self._around: list[yaml.Node] = []
 
     def build(self, node: yaml.Node, place: KeyPath) -> Any:
-        # An alias of a node around it would be built without end.
+        # An alias of an enclosing node would be built forever.
         if any(node is one for one in self._around):
             raise YamlFault("holds an anchor that contains itself", "write it out")
         if isinstance(node, yaml.ScalarNode):

@@ -297,7 +297,7 @@ SCALARS: Mapping[str, Callable[[Case], dict[str, float]]] = {
 class CaseValues:
     """values: what came out, under the names that `expect` uses.
 
-    scales: for a sum, the sum of its terms' magnitudes, which its rounding goes by.
+    scales: for a sum, the sum of its terms' magnitudes, which determines its rounding.
     """
 
     values: Mapping[str, Numbers]

@@ -44,7 +44,7 @@ from megatron_async_rl.gradients import Gradients, products_with, squared_norm
 log = logging.getLogger(__name__)
 
 BOUND = 0.999
-"""Bound of a calibrated threshold: at 1 there is nothing to project to."""
+"""Upper bound of a calibrated threshold: at 1 there is no component to project to."""
 
 KEEP, PROJECT, SKIP = 0, 1, 2
 """Values of the metric `gac/regime`."""
@@ -54,15 +54,15 @@ rounding): for a smaller 1 - c, the direction of the remainder is noise."""
 
 
 class CosineCalibration:
-    """GAC's lower threshold, taken from the run itself: a quantile of the cosines that fresh data
-    shows. `threshold`: null until there is one; then it does not change.
+    """GAC's lower threshold, calibrated on the run itself: a quantile of the cosines of fresh data.
+    `threshold`: null until it is known; then it does not change.
 
-    Fresh: the batch of this step and the batch of the reference were sampled by the weights they
-    trained (lag 0). A run with calibration trains synchronously for its first `steps` + 1 steps
-    (flow/staleness.py); the first step has no cosine. If some of those steps have none either (a
-    gradient that is not finite, an empty batch), the first stale step takes the quantile of the
-    cosines there are, provided they are at least half; with fewer, calibration waits for more fresh
-    steps.
+    A step is fresh if its batch and the batch of the reference were sampled by the weights that
+    they trained (lag 0). A run with calibration trains synchronously for its first `steps` + 1
+    steps (flow/staleness.py); the first step has no cosine. If other steps among them have no
+    cosine either (a gradient that is not finite, an empty batch), the first stale step uses the
+    quantile of the cosines so far, provided that there are at least half of them; with fewer,
+    calibration waits for more fresh steps.
     """
 
     def __init__(self, settings: CalibrateConfig) -> None:

@@ -331,8 +331,8 @@ class ChatTemplate:
             raise DataError(
                 self._dir,
                 None,
-                "has a chat template that does not read `tools`, so that the model would know of"
-                " none",
+                "has a chat template that does not read `tools`, so that the model would see no"
+                " tools",
                 "give data.chat_template a template that does, or describe the tools in the prompts"
                 " as plain text (those of the data: data.tools_key: null)",
             )

@@ -56,7 +56,7 @@ def content_of(message: Mapping[str, Any]) -> str | None:
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return content
     given = "no content" if content is None else f"{a_kind(content)} as its content"
-    raise ValueError(f"has {given}, and is to have text")
+    raise ValueError(f"has {given}, and must have text")
 
 
 class Tokenizer(Protocol):

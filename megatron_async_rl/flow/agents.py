@@ -257,7 +257,7 @@ class Communicators:
         sender = await self._running_sender()
         slot = next((one for one in self._engines() if one.machine == spec.machine), None)
         if slot is None or slot.engine is None:
-            raise RuntimeError("its engine has gone")
+            raise RuntimeError("its engine no longer exists")
         opening = asyncio.ensure_future(answer_of(sender.open.remote(slot.spec.rollout.workers)))
         try:
             # Shielded: a cancelled call still has to learn which port to close.

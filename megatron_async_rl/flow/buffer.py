@@ -209,7 +209,7 @@ def earlier_format() -> BufferBroken:
     return BufferBroken.of(
         "run.dir",
         f"{EARLIER_BUFFER_FILE} of the checkpoint is of an earlier version and cannot be read",
-        "remove the file, and what it held is sampled again",
+        "remove the file, and its content is sampled again",
     )
 
 
@@ -269,13 +269,13 @@ def read_buffer(content: bytes) -> Buffer:
     try:
         whole, check_sum = content[:-CHECK_SUM_BYTES], content[-CHECK_SUM_BYTES:]
         if zlib.crc32(whole) != int.from_bytes(check_sum):
-            raise ValueError("its check sum does not hold")
+            raise ValueError("its checksum does not match")
         source = pa.BufferReader(whole)
         # Each stream is read to its end, where the next one begins.
         samples = pa.ipc.open_stream(source)
         # Compare columns alone: the metadata differs in every file.
         if not any(samples.schema.equals(known) for known in (SCHEMA, LOGGED)):
-            raise ValueError("its columns are others than a sample's")
+            raise ValueError("its columns are not those of a sample")
         batches = list(samples)
         # Exactly one batch, which is written even without rows.
         (partials,) = pa.ipc.open_stream(source)
@@ -285,7 +285,7 @@ def read_buffer(content: bytes) -> Buffer:
             "run.dir",
             f"{BUFFER_FILE} of the checkpoint cannot be read ({type(error).__name__}: {error})",
             "resume with the release that wrote it; in a checkpoint without digests you may remove"
-            " the file, and what it held is sampled again",
+            " the file, and its content is sampled again",
         ) from error
 
 

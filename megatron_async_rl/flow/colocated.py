@@ -102,7 +102,7 @@ class DevicePhases:
         if self._left or self._step is not None or phase != following:
             step = "" if self._step is None else f" and step {self._step.name}"
             raise PhaseOrderError(
-                f"phase {phase} was to follow phase {self._at}{step}, after which comes {following}"
+                f"phase {phase} cannot follow phase {self._at}{step}: the next phase is {following}"
             )
         self._left = [step for step in TO[phase] if step.by in (self._by, "both")]
         yield

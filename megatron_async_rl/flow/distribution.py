@@ -4,7 +4,7 @@ as a machine: its agent is its communicator, and ends with it (agents.py).
 
          +------------------------------------------------------------+
          v                                                            |
-    start --> send each version that an engine there needs      --> lost: kill the agent, wait
+    start --> send each version that an engine there needs --------> lost: kill the agent, wait
               (updates.py decides which version, and when)               for its readers, back off
 
 Invariants:
@@ -141,7 +141,7 @@ class Relays:
     async def _guarded(self, work: Awaitable[None]) -> None:
         try:
             await work
-        except Exception as error:  # noqa: BLE001 - a mistake of ours must end the run, not a task
+        except Exception as error:  # noqa: BLE001 - an internal error must end the run, not a task
             self._listener.on_error(error)
 
     async def _keep(self, machine: str, index: int) -> None:
@@ -164,7 +164,7 @@ class Relays:
             if reason is None:
                 return
             number = restarts.begin()
-            lost = f"{spec.name}, which brings weights to {place}, is lost"
+            lost = f"{spec.name}, which copies weights to {place}, is lost"
             if number:
                 again = f"restart {number} of {settings.restarts_per_hour} within an hour"
                 self._listener.note(f"{lost}; {again}. Why: {reason}")
@@ -175,7 +175,7 @@ class Relays:
             if number:
                 # Their mappings keep the old copies in memory: a new agent would need the same
                 # amount again.
-                with watch.doing("wait", f"the engines that read what {spec.name} had brought"):
+                with watch.doing("wait", f"the engines that read what {spec.name} had copied"):
                     await updates.until_unread(machine)
                 await asyncio.sleep(restarts.delay_s())
             else:

@@ -263,7 +263,7 @@ class EngineTask:
                     return
         except WeightMismatch as error:
             self._owner.on_error(error)
-        except Exception as error:  # noqa: BLE001 - a mistake of ours must end the run, not a task
+        except Exception as error:  # noqa: BLE001 - an internal error must end the run, not a task
             self._owner.on_error(error)
         finally:
             if not self.started.done():
@@ -370,7 +370,7 @@ class EngineTask:
     async def _take(self, engine: Engine, staged: Staged) -> None:
         """Load a version and verify it; the engine may then sample with it. Raises EngineLost, and
         WeightMismatch because no engine can load this version any more."""
-        slot, version = self.slot, f"take weights of version {staged.version}"
+        slot, version = self.slot, f"load weights of version {staged.version}"
 
         async def load() -> Mapping[str, str]:
             if staged.manifest.on_demand:

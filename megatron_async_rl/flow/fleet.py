@@ -161,7 +161,7 @@ class Fleet:
                 await self.resize(int(text), timeout_s)
             except (OSError, ValueError) as error:
                 self._listener.note(f"the number of engines in {file} was not reached: {error}")
-            except Exception as error:  # noqa: BLE001 - a mistake of ours ends the run, not a task
+            except Exception as error:  # noqa: BLE001 - an internal error must end the run, not a task
                 self._listener.on_error(error)
 
     def lose_machine(self, machine: str, reason: str, *, all_engines: bool) -> None:
@@ -266,7 +266,7 @@ class Fleet:
         try:
             call()
         except Exception as error:
-            log.exception("an answer could not be taken in")
+            log.exception("an answer could not be processed")
             self.on_error(error)
 
     def send(self, slot: EngineSlot, call: Callable[[], Awaitable[None]], what: str) -> None:

@@ -228,7 +228,7 @@ class Requests:
         has, or is gone."""
         self._abort(slot, slot.held.values())
         with (
-            watch.doing("wait", f"{slot.name} to give its requests back", timeout_s),
+            watch.doing("wait", f"{slot.name} to return its requests", timeout_s),
             suppress(TimeoutError),
         ):
             await asyncio.wait_for(
@@ -241,7 +241,7 @@ class Requests:
         for index, requests in self._lanes.place(slots).items():
             engine = slots[index].engine
             assert engine is not None
-            self._engines.send(slots[index], partial(engine.submit, requests), "take requests")
+            self._engines.send(slots[index], partial(engine.submit, requests), "accept requests")
 
     def _ask_again(self, pending: PendingRequest, aborted: Aborted) -> None:
         if pending.answer is not None:
@@ -306,8 +306,8 @@ def all_lost(slots: Iterable[EngineSlot], evaluates: bool) -> EngineFailed:
 
 
 AFFINITY_LEAST = 8
-"""Smallest limit for how many more requests than the least loaded engine an engine may have that
-has the prompt in its cache."""
+"""Minimum slack: an engine with the prompt in its cache may have this many requests more than the
+least loaded engine."""
 LOOKAHEAD = 4
 """An engine gets max_concurrent / LOOKAHEAD requests more than it decodes at a time, so that all
 its slots stay busy."""

@@ -74,7 +74,7 @@ class VersionReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """`seconds`: from staging until the last engine held it. `paused_s`: longest pause for it."""
+    """An update. `seconds`: from staging to the last engine. `paused_s`: longest pause for it."""
 
     version: int
     nbytes: int

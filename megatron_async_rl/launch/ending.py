@@ -182,7 +182,7 @@ def explain_failure(run_dir: Path, console: Console) -> None:
     if shutil.disk_usage(run_dir).free < FULL_BYTES:
         text = (
             f"The file system that holds {run_dir} is full, and logs may lack their last lines.\n "
-            " fix: make room there"
+            " fix: free space there"
         )
         print_plain(console, text)
     picture = stall.read_summary(run_dir)

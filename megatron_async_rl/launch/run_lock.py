@@ -152,7 +152,7 @@ def usable(run_dir: Path) -> Iterator[None]:
         raise RunDirectoryError.of(
             "run.dir",
             f"{error.filename or run_dir}: {error.strerror or error}",
-            "make room or permissions there, or choose another run.dir",
+            "free space there or correct its permissions, or choose another run.dir",
         ) from error
 
 
@@ -169,5 +169,5 @@ def _holder(descriptor: int, command: str, key: str) -> tuple[str, str]:
     what = f"is in use: `{command}` runs in it (pid {pid} on {host})"
     fix = f"stop that one (kill -INT {pid}) or choose another {key}"
     if host != socket.gethostname() and key == "run.dir":
-        fix += "; if that is a machine of this very run, give each its own --node-rank (NODE_RANK)"
+        fix += "; if that machine belongs to this run, give each its own --node-rank (NODE_RANK)"
     return what, fix

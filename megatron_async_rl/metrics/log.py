@@ -248,7 +248,7 @@ class MetricsReader:
     def _row(self, line: bytes, place: int) -> MetricRow:
         try:
             row: MetricRow = json.loads(line)
-            # Most values are numbers as they stand; a long run has millions of them.
+            # Most values are plain numbers; a long run has millions of them.
             others = [
                 (key, value)
                 for key, value in row.items()

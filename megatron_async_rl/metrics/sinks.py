@@ -8,7 +8,7 @@ Invariants:
 - values are on disk, or served, when the call returns; a thread calls TensorBoard for the log,
   because a disk may be full or slow;
 - Prometheus serves one whole line, never parts of two; a key that the newest line does not have is
-  not served, but for the newest evaluation, which is served until the next one, so that a scrape
+  not served, except the newest evaluation, which is served until the next one, so that a scrape
   finds it however short the steps are;
 - the process's other prometheus clients (vLLM's, Ray's) are not in it: the registry is our own;
 - Prometheus listens at the address that the config names, and strangers who connect to it take no

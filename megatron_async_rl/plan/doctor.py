@@ -347,7 +347,7 @@ def _look(
 
 def _gpus(machine: Machine) -> Finding:
     shown = ", ".join(f"{gpu.name} {size(gpu.memory)}" for gpu in machine.gpus)
-    advice = "" if shown else "the CPU path runs; a GPU brings models of real size"
+    advice = "" if shown else "the CPU path runs; models of real size need a GPU"
     fix = "where there is one: nvidia-smi; unset CUDA_VISIBLE_DEVICES; docker run --gpus all"
     return _look("GPUs", bool(shown), shown or "none shown", advice, fix)
 
@@ -388,7 +388,7 @@ def _machine(machine: Machine) -> list[Finding]:
     cores, memory, shared = machine.cores, machine.memory, machine.shared_memory
     sharing = "" if cores >= 2 else "a rank and an engine share one core"
     alone = "policy.parallel.ranks: 1 and rollout.engines: 1"
-    carries = f"carries weights to engines; {size(LEAST_SHARED_MEMORY)} at least"
+    carries = f"transports weights to engines; {size(LEAST_SHARED_MEMORY)} at least"
     remount = "sudo mount -o remount,size=8G /dev/shm   # in a container: docker run --shm-size=8g"
     bits = "AMX" if amx else "AVX-512" if bf16 else "no"
     float32 = "model.dtype: float32, which is faster here"

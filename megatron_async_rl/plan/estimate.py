@@ -1,21 +1,22 @@
-"""Seconds of a step, from those that its parts took in a run (`Overlap`), or that the GPUs' data
-sheets let expect (`Estimate`).
+"""Seconds of a step, from the measured seconds of its parts in a run (`Overlap`), or from the GPUs'
+data sheets (`Estimate`).
 
-Worth of sampling and training at the same time:
+Benefit of sampling and training at the same time:
 
     T_engines = T_gen + pause          all engines sample one batch; each stops once for weights
-    T_trainer = T_train + publish      the optimizer step, and handing its weights over
-    turn by turn                       T_gen + T_train + publish
+    T_trainer = T_train + publish      the optimizer step, and publishing its weights
+    one after another                  T_gen + T_train + publish
     at the same time, at best          max(T_engines, T_trainer)
 
-In between lies a run-ahead r below 1: while the policy trains, the engines may sample only that
+A run-ahead r below 1 is between these: while the policy trains, the engines may sample only that
 share of the next batch, so the trainer waits for the rest: max(T_engines, T_trainer + (1 - r)
-T_gen). Pure arithmetic; seconds everywhere.
+T_gen). Pure arithmetic; all times are in seconds.
 
-An estimate reckons with 2 operations for each weight that a token meets (of experts, those that it
-visits) and 4 for each query's number and token that it attends to; the backward pass is twice the
-forward one. An engine decodes at the pace at which it reads its weights and the key-value cache of
-the responses that it runs. What no data sheet has is a constant below, and is shown."""
+An estimate assumes 2 operations for each weight that a token uses (of experts, those that it
+visits) and 4 for each number of a query and each token to which it attends; the backward pass costs
+twice the forward pass. The speed of decoding is that of reading the engine's weights and the
+key-value cache of its responses. Values that no data sheet contains are constants below, and are
+shown."""
 
 from __future__ import annotations
 
@@ -43,16 +44,16 @@ COMPUTE_SHARE = 0.4
 READ_SHARE = 0.6
 """Assumed share of the HBM bandwidth that decoding reaches."""
 COPY_RATE = 10e9
-"""Bytes a second between one GPU and shared memory, which is not page-locked."""
+"""Bytes per second between one GPU and shared memory, which is not page-locked."""
 RELAY_RATE = 2.5e9
-"""Bytes a second over TCP from rank 0's machine to each other one, all at the same time."""
+"""Bytes per second over TCP from rank 0's machine to each other one, all at the same time."""
 NETWORK_RATE = 35e9
-"""Bytes a second of one GPU over its own network card, of 400 Gb/s."""
+"""Bytes per second of one GPU over its own network card, of 400 Gb/s."""
 LENT_RATE = 60e9
-"""Bytes a second of buckets that the GPUs of a machine gather, over NVLink, and engines on them
-load."""
+"""Bytes per second of buckets that the GPUs of a machine gather over NVLink, and that engines on
+them load."""
 HOLE_STEPS = 10
-"""Number of median steps between two lines of metrics beyond which the run was stopped in
+"""Number of median steps between two lines of metrics above which the run must have been stopped in
 between."""
 
 
@@ -87,13 +88,14 @@ class Overlap:
     @property
     def step_s(self) -> float:
         """Seconds of a step at this run-ahead."""
-        # What cannot be sampled ahead is waited for: with run_ahead 1 the longer side decides.
+        # The trainer waits for the part that cannot be sampled ahead: with run_ahead 1 the longer
+        # side decides.
         return max(self.engines_s, self.trainer_s + (1.0 - self.run_ahead) * self.generate_s)
 
     @property
     def balanced_engines(self) -> int | None:
-        """Fewest engines that sample a batch while the trainer makes a step; null when their pause
-        alone takes as long."""
+        """Smallest number of engines that sample a batch while the trainer makes a step; null if
+        their pause alone takes as long."""
         # Engines can sample only while they are not loading weights.
         free = self.trainer_s - self.pause_s
         return (
@@ -133,10 +135,10 @@ class Overlap:
 
 
 def run_ahead(config: Config) -> float:
-    """Share of the next batch that the engines may sample while the policy trains on one."""
+    """Return the share of the next batch that the engines may sample while the policy trains on
+    one."""
     colocated = config.rollout is not None and config.rollout.placement == "colocated"
-    # With exact_lag every response is made by one version, so nothing runs while the weights
-    # change.
+    # With exact_lag every response comes from one version, so none runs while the weights change.
     stands_still = colocated or isinstance(config.flow.selection, ExactLag)
     return 0.0 if stands_still else min(1.0, config.flow.async_ratio)
 
@@ -144,9 +146,9 @@ def run_ahead(config: Config) -> float:
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """`generate_s`, `train_s`: of one batch. `staged_s`: the ranks write a version into shared
-    memory. `relayed_s`: it is sent to other machines, concurrently with everything else; null with
-    engines on rank 0's alone. `loaded_s`: an engine takes it. `decoding`: responses that an engine
-    runs at a time, `tokens_per_s` that it samples."""
+    memory. `relayed_s`: it is sent to other machines, concurrently with everything else; null if
+    all engines are on rank 0's machine. `loaded_s`: an engine loads it. `decoding`: number of
+    responses that an engine decodes at a time, `tokens_per_s` that it samples."""
 
     chip: Chip
     batch: Batch
@@ -159,14 +161,14 @@ class Estimate:
     sending: str
     """Text on the assumed speed of sending."""
     ipc: bool
-    """Nothing passes through host memory."""
+    """True if no weights pass through host memory."""
     loaded_s: float
     decoding: float
     tokens_per_s: float
     run_ahead: float
     fp8: bool
     passes: float
-    """Forward passes over the batch besides those that train, part of `train_s`."""
+    """Number of forward passes over the batch besides training, part of `train_s`."""
 
     @property
     def publish_s(self) -> float:
@@ -187,7 +189,7 @@ class Estimate:
     def step_s(self) -> float:
         """Seconds per step with this config: engines may sample the share `run_ahead` of a batch
         ahead of the trainer."""
-        # The part of sampling and publishing that the trainer waits for.
+        # Only this part of sampling and publishing makes the trainer wait.
         waits_s = (1.0 - self.run_ahead) * (self.synchronous_s - self.train_s - self.staged_s)
         return max(self.overlapped_s, self.train_s + self.staged_s + waits_s)
 
@@ -196,7 +198,7 @@ class Estimate:
         relayed = f", send {_s(self.relayed_s)}" if self.relayed_s is not None else ""
         rates = f"{chip.bfloat16 / 1e12:.0f} TFLOP/s in bfloat16"
         if self.fp8 and chip.fp8 is not None:
-            rates += f", {chip.fp8 / 1e12:.0f} in 8 bits"
+            rates += f", {chip.fp8 / 1e12:.0f} in FP8"
         to_others = f", {self.sending}" if self.sending else ""
         copied = f"{COPY_RATE / 1e9:g} GB/s between a GPU and shared memory"
         if self.ipc:
@@ -225,9 +227,9 @@ def estimate(
 ) -> Estimate | str:
     """Estimate of a step for a plan without problems; if no rate is known, the reason."""
     rollout = config.rollout
-    # Each reason for not knowing is a text, which the screen shows instead of numbers.
+    # Each reason for a missing estimate is a text, which the screen shows instead of numbers.
     if device == "cpu":
-        return "not known: no speed is assumed for a CPU; take the rates of a run (--from RUN)"
+        return "not known: no speed is assumed for a CPU; use the rates of a run (--from RUN)"
     if shape is None or batch is None or rollout is None:
         return "not known: only for runs with engines"
     chip = chip_of(machine)
@@ -240,10 +242,10 @@ def estimate(
 
     version, elsewhere = shape.parameters * engine_bytes(config), engines_elsewhere(config, machine)
     ipc = config.weights.carrier.ipc
-    # An on-demand version is read once for its digests, and then bucket by bucket.
+    # An on-demand version is read once for its digests, and again bucket by bucket.
     reads_s = version / (config.policy.parallel.ranks * READ_SHARE * chip.memory_rate)
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
-    # Responses divide evenly: the router fills the engine with the fewest.
+    # Responses divide evenly, because the router fills the engine with the fewest.
     responses = batch.samples / rollout.engines
     # Two operations (multiply, add) per weight and token.
     reading = 2 * batch.prompt * (_layer_weights(shape) + _attention(shape, batch.prompt))
@@ -268,48 +270,48 @@ def estimate(
 
 
 def _sent_s(config: Config, version: int) -> float:
-    """Seconds to send a version of `version` bytes: to one engine after the other, or to all
-    machines at once."""
+    """Return the seconds to send a version of `version` bytes: to one engine after another, or to
+    all machines at once."""
     if config.weights.carrier.per_engine:
         return engine_count(config) * version / NETWORK_RATE
     return version / RELAY_RATE
 
 
 def _sending(config: Config) -> str:
-    """Text on the assumed speed of sending."""
+    """Return a text on the assumed speed of sending."""
     if config.weights.carrier.per_engine:
         return f"{NETWORK_RATE / 1e9:g} GB/s to one engine after the other"
     return f"{RELAY_RATE / 1e9:g} GB/s to each other machine"
 
 
 def _layer_weights(shape: ModelShape) -> int:
-    """Weights that a token meets in all layers."""
+    """Return the number of weights that a token uses in all layers."""
     experts = shape.experts_per_token * 3 * shape.hidden * shape.intermediate
     return shape.layers * (shape.layer_sharded + shape.layer_replicated + experts)
 
 
 def _attention(shape: ModelShape, length: int) -> int:
-    """Pairs of numbers that a token multiplies in attention, in a sequence of `length`: it sees
-    half of the others."""
+    """Return the pairs of numbers that a token multiplies in attention, in a sequence of `length`:
+    it attends to half of the others."""
     return shape.layers * shape.heads * shape.head_dim * length
 
 
 def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> float:
-    """One batch: training passes, forward passes before them, and the time that pipeline stages
-    wait for the first and the last micro-batch of each optimizer step."""
+    """Return the seconds of one batch: training passes, forward passes before them, and the time
+    that pipeline stages wait for the first and the last micro-batch of each optimizer step."""
     policy, parallel, objective = config.policy, config.policy.parallel, config.objective
     tokens, fp8 = batch.prompt + batch.response, policy.fp8
     share = 0.0
     if fp8 is not None:
         share = fp8_layers(fp8, shape.layers, stage=0, pipeline=1) / shape.layers
     faster = chip.fp8 / chip.bfloat16 if chip.fp8 is not None else 1.0
-    # In operations at bfloat16's speed.
-    # Only the layers compute in FP8; attention and the output layer stay in bfloat16.
+    # In operations at bfloat16's speed. Only the layers compute in FP8; attention and the output
+    # layer stay in bfloat16.
     layers = 2 * tokens * _layer_weights(shape) * (1 - share + share / faster)
     attention = 2 * tokens * _attention(shape, tokens)
     head = 2 * batch.response * shape.vocabulary * shape.hidden
     forward = layers + attention + head
-    # Of weights that are not trained there is no gradient.
+    # Weights that are not trained have no gradient.
     backward = (1 if policy.lora is not None else 2) * (layers + head) + 2 * attention
     again = {"none": 0.0, "selective": attention, "full": layers + attention}[policy.recompute]
     passes = forward_passes(config)
@@ -324,13 +326,13 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
 
 
 def forward_passes(config: Config) -> float:
-    """Passes over the whole batch besides those that train: before it is trained on, under the
-    reference, the proximal policy and the weights in training; and of each later optimizer step
-    under its own weights, over its part. As objectives/objective.py requests them."""
+    """Return the number of passes over the whole batch besides training: before training, under the
+    reference, the proximal policy and the trained weights; and before each later optimizer step
+    under its own weights, over its part. objectives/objective.py requests them."""
     objective = config.objective
     corrections, advantage = objective.corrections, objective.advantage
     compares = objective.loss.uses_proximal or bool(corrections)
-    # These policies have weights of their own, so they need their own pass.
+    # These policies have separate weights, so they need a separate pass.
     kept = objective.proximal in ("ewma", "snapshot")
     whole = objective.renormalize or any(
         isinstance(one, TisCorrection | IcepopCorrection) and one.normalize for one in corrections
@@ -356,12 +358,12 @@ def forward_passes(config: Config) -> float:
 def _decoding(
     config: Config, machine: Machine, chip: Chip, shape: ModelShape, batch: Batch
 ) -> tuple[float, float]:
-    """Responses that an engine runs at a time, as far as its cache holds them, and tokens a second
-    that it samples of them."""
+    """Return the number of responses that an engine decodes at a time, as far as its cache holds
+    them, and the tokens per second that it samples for them."""
     rollout = config.rollout
     assert rollout is not None
     own = engine_bytes(config)
-    # On average a response that is running has half of its tokens.
+    # On average a running response has half of its tokens.
     cached = (batch.prompt + batch.response / 2) * shape.kv_values_per_token * own
     room = rollout.gpu_memory_utilization * machine.gpus[0].memory * rollout.workers
     maximum = max(1.0, (room - engine_memory(config, shape, on_gpu=True).kept) / cached)
@@ -369,20 +371,20 @@ def _decoding(
     head = shape.vocabulary * shape.hidden
     matrices = shape.layers * shape.layer_sharded
     if shape.experts:
-        # Those that none of the tokens visits are not read.
-        # Probability that no token of the batch visits a given expert.
+        # Experts that no token visits are not read. Probability that no token of the batch visits a
+        # given expert:
         missed = (1 - shape.experts_per_token / shape.experts) ** count
         matrices += int(shape.layers * shape.layer_experts * (1 - missed))
     read = matrices * product_bytes(config) + (shape.layers * shape.layer_replicated + head) * own
-    # Each stage reads its weights again for every batch on its way, and there are as many as
-    # stages.
+    # Each stage reads its weights again for every batch in flight, and there are as many as stages.
     reading_s = (read + count * cached / rollout.pipeline) / (READ_SHARE * chip.memory_rate)
     computing_s = 2 * count * (_layer_weights(shape) + head) / (COMPUTE_SHARE * chip.bfloat16)
     return count, count * rollout.tensor / max(reading_s, computing_s / rollout.pipeline)
 
 
 def _writers(config: Config, machine: Machine) -> int:
-    """Ranks that stage a version: rank 0's neighbours, where they hold the whole model."""
+    """Return the number of ranks that stage a version: those of rank 0's node, if they hold the
+    whole model."""
     parallel = config.policy.parallel
     here = parallel.ranks // machine.nodes
     stages = {rank_coordinates(config, rank)[-1] for rank in range(here)}
@@ -399,7 +401,7 @@ def _s(seconds: float) -> str:
 class MeasuredRates:
     steps: int
     train_s: float
-    """Median over the steps, as the other seconds."""
+    """Median over the steps, like the other seconds."""
     publish_s: float
     pause_s: float
     """Longest pause of an engine."""
@@ -409,12 +411,12 @@ class MeasuredRates:
     """Tokens that one engine samples per busy second, mean over the run's engines."""
 
     def generate_s(self, engines: int) -> float:
-        """Seconds that `engines` engines, always busy, need for one step's tokens."""
+        """Return the seconds that `engines` engines, always busy, need for one step's tokens."""
         return self.tokens_per_step / (engines * self.tokens_per_busy_s)
 
 
 def measure(rows: Sequence[MetricRow]) -> MeasuredRates | None:
-    """Return None if the run has no timeline of its engines for at least two steps."""
+    """Return the measured rates; None if the run has no timeline of its engines for two steps."""
     step_s = _logged(rows, "time/step_s")
     if len(step_s) < 2:
         return None
@@ -423,7 +425,7 @@ def measure(rows: Sequence[MetricRow]) -> MeasuredRates | None:
     intervals = 0
     for before, row in itertools.pairwise(rows):
         shares, finished = row.get("engine/busy_shares"), row.get("engine/tokens")
-        # A longer interval spans a stop, and its shares do not describe the steps.
+        # A longer interval contains a stop, and its shares do not describe the steps.
         interval = (number(row, "time") or 0.0) - (number(before, "time") or 0.0)
         if isinstance(shares, list) and isinstance(finished, list) and 0 < interval <= longest:
             tokens += sum(finished)
@@ -443,8 +445,8 @@ def measure(rows: Sequence[MetricRow]) -> MeasuredRates | None:
 
 
 def update_per_lr(rows: Sequence[MetricRow]) -> float | None:
-    """Median ratio of an update's L2 norm to its learning rate, G of the planning rule; None if no
-    control measured updates."""
+    """Return the median ratio of an update's L2 norm to its learning rate, G of the planning rule;
+    None if no control measured updates."""
     ratios = []
     for row in rows:
         norm, lr = (

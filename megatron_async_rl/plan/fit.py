@@ -1,14 +1,14 @@
-"""Memory that ranks and engines need, against what a GPU has in each phase of a run, and a machine
-and its /dev/shm; which keys would help a GPU; and the same keys for a run whose memory ran out.
+"""Comparison of the memory that ranks and engines need with that of a GPU in each phase of a run,
+and of a machine and its /dev/shm; keys that would help a GPU, also for a run whose memory ran out.
 
-The phases are those of flow/colocated.py. Where engines have GPUs of their own a rank's peak is
-that of `train`, and an engine has its share alone.
+The phases are those of flow/colocated.py. If engines have GPUs of their own, the peak of a rank is
+in `train`, and an engine has only its share.
 
 Invariants:
-- a plan is refused only above the memory that is there; within the error of the estimate it gets a
+- a plan is refused only above the available memory; within the error of the estimate it gets a
   note;
-- a key is named in a plan only with a value that this config and machine can run with, and that
-  needs less; where memory ran out, with a value that the config may have.
+- a plan proposes only values of keys with which this config and machine can run, and that need less
+  memory; after memory ran out, only values that the config may have.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ ESTIMATE_ERROR = 0.05
 PARTS_SHOWN = 3
 HOLDERS_SHOWN = 5
 LINES_SHOWN = 2
-"""Lines of an error that are shown: the failed start of an engine, and the cause."""
+"""Number of lines of an error that are shown: the failed start of an engine, and the cause."""
 LESS = 0.1
 """Reduction of an engine's share of a GPU in the fix for a GPU whose memory ran out."""
 KEYS_SHOWN = 6
 
 GpuNeedPhase = Phase | Literal["engine"]
-"""A phase, or the share of a GPU that an engine has."""
+"""A phase, or an engine's share of a GPU."""
 RanksOf = Callable[[Config], Sequence[RankMemory]]
 """Memory of the ranks, one per stage; none for a config that cannot run on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuNeed:
-    """Bytes that one GPU must hold at one time. `has`: bytes available, described by `of`."""
+    """Bytes that one GPU must hold at one time. `has`: available bytes, described by `of`."""
 
     key: str
     what: str
@@ -83,7 +83,7 @@ class GpuNeed:
     @property
     def largest(self) -> str:
         """Text on the largest parts."""
-        # The largest parts are what a user can change.
+        # The largest parts, because these are worth changing.
         shown = sorted(self.parts, key=lambda part: -part[1])[:PARTS_SHOWN]
         return ", ".join(f"{name} {gib(count)}" for name, count in shown if count)
 
@@ -98,8 +98,8 @@ class GpuNeed:
 def gpu_memory(
     config: Config, machine: Machine, engine: EngineMemory | None, ranks_of: RanksOf
 ) -> tuple[list[Problem], list[str], dict[Phase, GpuNeed]]:
-    """Problems of what does not fit, notes on what barely fits, and, if engines and policy take
-    turns, the peak of each phase in order."""
+    """Return problems of GPUs with too little memory, notes on those with barely enough and, if
+    engines and policy alternate, the peak of each phase in order."""
     problems, notes = [], []
     needs = _needs(config, machine, engine, ranks_of(config))
     for phase, need in needs.items():
@@ -117,7 +117,7 @@ def gpu_memory(
 def _needs(
     config: Config, machine: Machine, engine: EngineMemory | None, ranks: Sequence[RankMemory]
 ) -> dict[GpuNeedPhase, GpuNeed]:
-    """The largest of each phase."""
+    """Return the largest need of each phase."""
     has = _gpu_bytes(machine)
     found: dict[GpuNeedPhase, GpuNeed] = {}
     rollout = config.rollout
@@ -154,14 +154,14 @@ def _needs(
         of=f"that {rollout.gpu_memory_utilization:g} of a GPU gives",
     )
     if ranks and shared:
-        # The first node's ranks whose GPUs the engines take, too.
+        # The ranks of the first node whose GPUs engines use, too.
         beside = min(
             -(-config.policy.parallel.ranks // machine.nodes), rollout.engines * rollout.workers
         )
         stages = {rank_coordinates(config, rank)[-1] for rank in range(beside)}
-        # The stage that keeps most next to an engine decides.
+        # The stage that keeps most memory while an engine is active decides.
         kept = max((rank for rank in ranks if rank.stage in stages), key=_kept)
-        # While loading, an engine holds new weights next to the policy's parameters.
+        # While loading, an engine holds new weights in addition to the policy's parameters.
         found["publish"] = GpuNeed(
             key="rollout.tensor",
             what=f"an engine, loading next to a rank{_of_stage(kept, ranks)}",
@@ -191,24 +191,24 @@ def _needs(
 
 
 def twin_bytes(config: Config, rank: RankMemory) -> int:
-    """Bytes of host memory that the training state of a GPU's rank takes while engines have their
-    turn: at most, as `controls` counts a little that is not kept."""
+    """Return the largest number of bytes of host memory that the training state of a GPU's rank
+    needs while engines are active; `controls` includes a small part that is not kept."""
     # Only colocated policies move their state to the host.
     takes_turns = config.rollout is not None and config.rollout.placement == "colocated"
     return rank.optimizer + rank.controls if takes_turns else 0
 
 
 def _kept(rank: RankMemory) -> int:
-    """Bytes that a rank keeps on a GPU where it made room for an engine."""
+    """Return the bytes that a rank keeps on a GPU after it released memory for an engine."""
     return rank.parameters + min(0, rank.fp8)
 
 
 def lent_bytes(config: Config, engine: EngineMemory) -> int:
-    """Bytes of the buckets from which an engine loads on a device that it shares with the policy:
-    each of at most weights.bucket_mib, or of one tensor that is larger."""
+    """Return the bytes of the buckets from which an engine loads on a device that it shares with
+    the policy: each has at most weights.bucket_mib, or one tensor that is larger."""
     if not config.weights.carrier.ipc:
         return 0
-    # A tensor larger than a bucket travels in a bucket of its own size.
+    # A tensor larger than a bucket is sent in a bucket of its own size.
     return IN_FLIGHT * min(max(config.weights.bucket_mib * MIB, engine.largest), engine.weights)
 
 
@@ -232,11 +232,11 @@ def _fix(
     phase: GpuNeedPhase,
     needs: dict[GpuNeedPhase, GpuNeed],
 ) -> str:
-    """Changes that help, the most helpful first."""
+    """Return the changes that help, the most helpful first."""
     helpful = []
     share = _share(config, machine, phase, needs[phase])
     for key, value in _changes(config, phase, share):
-        # Every proposal is planned like the config itself: a fix must work.
+        # Every proposal is planned like the config itself, because a fix must work.
         changed = with_value(config, key, value)
         ranks = ranks_of(changed) if changed is not None else ()
         if changed is None or not ranks:
@@ -250,12 +250,12 @@ def _fix(
             if then[phase].has != needs[phase].has:
                 left += f" of {gib(then[phase].has)}"
             helpful.append((then[phase].beyond, f"{key}: {shown} ({left})"))
-    larger = "take GPUs with more memory, or more of them for policy.parallel.ranks"
+    larger = "use GPUs with more memory, or more of them for policy.parallel.ranks"
     if not helpful:
         return larger
     named = ", ".join(text for _, text in sorted(helpful)[:KEYS_SHOWN])
     fix = f"set {named}" if len(helpful) == 1 else f"set one or several of {named}"
-    # No single change is enough: larger GPUs are named as well.
+    # No single change is enough, so larger GPUs are named as well.
     return fix if min(helpful)[0] <= 0 else f"{fix}; or {larger}"
 
 
@@ -289,7 +289,7 @@ def _changes(
 
 
 def _share(config: Config, machine: Machine, phase: GpuNeedPhase, need: GpuNeed) -> float | None:
-    """The share of a GPU at which an engine would fit."""
+    """Return the share of a GPU at which an engine would fit."""
     if config.rollout is None:
         return None
     # In hundredths, rounded so that the proposal is enough.
@@ -298,8 +298,8 @@ def _share(config: Config, machine: Machine, phase: GpuNeedPhase, need: GpuNeed)
 
 
 class DeviceMemoryOut(RuntimeError):
-    """A device's memory ran out. `phase`: in which; `held`: bytes by holder; `fix`: keys that
-    help."""
+    """A device's memory ran out. `phase`: the phase in which it did; `held`: bytes by holder;
+    `fix`: keys that help."""
 
     def __init__(self, message: str, phase: Phase, held: Mapping[str, int], fix: str) -> None:
         largest = sorted(held.items(), key=lambda part: -part[1])[:HOLDERS_SHOWN]
@@ -314,7 +314,8 @@ class DeviceMemoryOut(RuntimeError):
 
 
 class HostMemoryOut(RuntimeError):
-    """A machine's memory ran out. `phase`: in which; `fix`: what helps."""
+    """A machine's memory ran out. `phase`: the phase in which it did; `fix`: a change that
+    helps."""
 
     def __init__(self, message: str, phase: Phase, state: str, fix: str) -> None:
         super().__init__(
@@ -333,9 +334,9 @@ def memory_ran_out(
     *,
     on_cpu: bool,
 ) -> DeviceMemoryOut | HostMemoryOut | None:
-    """The error for a user where memory ran out, in a rank or an engine; null for another error.
-    phase: that the rank was in. held: bytes on its device, by holder. on_cpu: policy and
-    engines have no GPU, so that all their memory is the host's."""
+    """Return the error for a user if memory ran out in a rank or an engine; null for another error.
+    phase: present phase of the rank. held: bytes on its device, by holder. on_cpu: True if policy
+    and engines have no GPU, so that all their memory is the host's."""
     memory = out_of_memory(error)
     if memory is None:
         return None
@@ -352,7 +353,7 @@ def memory_ran_out(
         for key, value in _changes(config, phase, share - LESS if share > LESS else None)
         if _value(config, key) != value and with_value(config, key, value) is not None
     ]
-    larger = "take devices with more memory"
+    larger = "use devices with more memory"
     fix = f"set one or several of {', '.join(named)}, or {larger}" if named else larger
     message = " ".join(described(error).splitlines()[:LINES_SHOWN])
     return DeviceMemoryOut(message, phase, held(), fix)
@@ -370,8 +371,8 @@ def host_fix(config: Config, device: Device) -> str:
 
 
 def _host_changes(config: Config, device: Device) -> Iterator[tuple[str, Any]]:
-    """Changes that need less host memory. Without a GPU weights, caches and activations are there,
-    and more ranks would not help: they share it."""
+    """Yield changes that need less host memory. Without a GPU it contains weights, caches and
+    activations, and more ranks would not help, because they share it."""
     policy, rollout = config.policy, config.rollout
     if device == "cpu":
         if rollout is not None:
@@ -391,7 +392,8 @@ def _host_changes(config: Config, device: Device) -> Iterator[tuple[str, Any]]:
 
 
 def _gpu_bytes(machine: Machine) -> int:
-    """Memory of the largest GPU in bytes; the plan does not know which GPU a process gets."""
+    """Return the memory of the largest GPU in bytes; the plan does not know which GPU a process
+    gets."""
     return max(gpu.memory for gpu in machine.gpus)
 
 
@@ -403,7 +405,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def with_value(config: Config, key: str, value: Any) -> Config | None:
-    """The config with another value; null if its rules refuse that."""
+    """Return the config with another value; null if its rules refuse it."""
     tree = config.model_dump(mode="json")
     *sections, name = key.split(".")
     place = tree
@@ -418,16 +420,17 @@ def with_value(config: Config, key: str, value: Any) -> Config | None:
 
 
 def gib(count: int, *, up: bool = False) -> str:
-    """`up`: rounded up, so that what does not fit reads as more than there is."""
+    """Return a number of bytes in GiB. `up`: rounded up, so that a need above the available memory
+    also reads so."""
     tenths = 10 * count / GIB
     return f"{(math.ceil(tenths) if up else round(tenths)) / 10:.1f} GiB"
 
 
 def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machine) -> list[Problem]:
-    """Problems of a /dev/shm that is too small."""
+    """Return problems of a /dev/shm that is too small."""
     needed, what = in_shared_memory(config, engine, machine)
     free = machine.shared_memory
-    # Nothing is known of a described machine's /dev/shm.
+    # The /dev/shm of a described machine is unknown.
     if machine.described or free >= needed:
         return []
     return [
@@ -443,7 +446,7 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
 
 
 def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> tuple[int, str]:
-    """Bytes of weights in the /dev/shm of rank 0's machine, and their description."""
+    """Return the bytes of weights in the /dev/shm of rank 0's machine, and their description."""
     if config.weights.carrier.ipc:
         ranks = config.policy.parallel.ranks if device_of(config, machine) == "cpu" else 0
         return ranks * lent_bytes(config, engine), f"two buckets of each of {ranks} ranks"
@@ -457,8 +460,8 @@ def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> 
 def shared_memory(
     config: Config, engine: EngineMemory, machine: Machine, longest: int
 ) -> tuple[int, int, str]:
-    """Bytes of weights and of Ray's object store in the /dev/shm of rank 0's machine, and the
-    description of the weights."""
+    """Return the bytes of weights and of Ray's object store in the /dev/shm of rank 0's machine,
+    and the description of the weights."""
     responses = config.flow.prompts_per_step * config.flow.group_size
     segments = config.rollout.max_segments if config.rollout is not None else 1
     weights, what = in_shared_memory(config, engine, machine)
@@ -466,7 +469,7 @@ def shared_memory(
 
 
 def shm_size(weights: int, store: int) -> str:
-    """Docker's option for a /dev/shm with room for both, and for the queues of vLLM and NCCL."""
+    """Return Docker's option for a /dev/shm with room for both, and for queues of vLLM and NCCL."""
     # One GiB more, for the queues of vLLM and NCCL.
     return f"--shm-size={math.ceil((weights + store) / GIB) + 1}g"
 
@@ -474,7 +477,7 @@ def shm_size(weights: int, store: int) -> str:
 def shared_memory_notes(
     config: Config, engine: EngineMemory, machine: Machine, longest: int
 ) -> list[str]:
-    """Ray puts its object store elsewhere, or on disk, where /dev/shm has no room for it."""
+    """Return a note if /dev/shm has no room for Ray's object store, which is then on disk."""
     if machine.described or os.environ.get("RAY_ADDRESS"):
         return []
     weights, store, what = shared_memory(config, engine, machine, longest)

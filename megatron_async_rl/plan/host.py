@@ -1,9 +1,9 @@
-"""Host memory of each machine of a run: what its ranks, engines and shared memory take together.
+"""Host memory of each machine of a run: the total of its ranks, engines and shared memory.
 
 Invariants:
-- `certain` parts are sizes of tensors that the run allocates; a plan is refused only when they
-  alone exceed a machine's memory. The other parts are estimates, and exceed it with a note;
-- /dev/shm is memory of the machine, so what lies there is a part, too.
+- `certain` parts are sizes of tensors that the run allocates; a plan is refused only if they alone
+  exceed a machine's memory. The other parts are estimates; if they exceed it, a note reports it;
+- /dev/shm is memory of the machine, so its content is a part, too.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from megatron_async_rl.watchdog.host_memory import largest_processes
 
 KEY = "host memory"
 PROCESS_BYTES = GIB
-"""Memory of a rank or an engine's process besides its tensors: Python, torch, libraries."""
+"""Memory of a rank's or an engine's process besides its tensors: Python, torch, libraries."""
 PARTS_NAMED = 4
 
 
 @dataclass(frozen=True)
 class HostPart:
-    """`size` in bytes, of all processes of a machine. `shared`: it lies in /dev/shm."""
+    """`size` in bytes, of all processes of a machine. `shared`: True for memory in /dev/shm."""
 
     name: str
     size: int
@@ -54,7 +54,7 @@ class HostPart:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Host memory of each of `count` machines that are alike, the first of them number `first`."""
+    """Host memory of each of `count` equal machines, the first of them number `first`."""
 
     first: int
     count: int
@@ -66,7 +66,7 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """Bytes that the run is expected to take of one of these machines."""
+        """Bytes that the run is expected to use on one of these machines."""
         return sum(part.size for part in self.parts)
 
     @property
@@ -89,11 +89,11 @@ def host_memory(
     longest: int,
     routed_bytes: int = 0,
 ) -> tuple[HostMemory, ...]:
-    """Memory of every machine, those that are alike together. `ranks`: one per pipeline stage;
-    empty for a layout that does not divide. `longest`: tokens of the longest prompt + response.
-    `routed_bytes`: of the experts that come with each token of a sample."""
+    """Return the memory of every machine, grouped if equal. `ranks`: one per pipeline stage; empty
+    for a layout that does not divide. `longest`: tokens of the longest prompt + response.
+    `routed_bytes`: bytes of the experts recorded for each token of a sample."""
     parallel = config.policy.parallel
-    # Without a layout it is not known which ranks share a machine.
+    # Without a layout it is unknown which ranks share a machine.
     if not ranks or parallel.ranks % machine.nodes or parallel.ranks % parallel.replica_ranks:
         return ()
     each = [
@@ -109,7 +109,7 @@ def host_memory(
             for node, parts in enumerate(each)
         ]
     found, first = [], 0
-    # Neighbouring machines with the same parts are one row.
+    # Adjacent machines with the same parts are one row.
     for parts, alike in groupby(tuple(part for part in one if part.size) for one in each):
         count = len(list(alike))
         found.append(HostMemory(first=first, count=count, parts=parts))
@@ -120,7 +120,7 @@ def host_memory(
 def _of_ranks(
     config: Config, machine: Machine, device: Device, ranks: Sequence[RankMemory], node: int
 ) -> Iterator[HostPart]:
-    """Memory of the ranks of machine number `node`."""
+    """Yield the memory of the ranks of machine number `node`."""
     share = config.policy.parallel.ranks // machine.nodes
     # Nodes with engines alone come after those with ranks.
     if node >= machine.nodes:
@@ -130,7 +130,7 @@ def _of_ranks(
         for rank in range(node * share, (node + 1) * share)
     ]
     if device == "cpu":
-        # Estimates must not refuse a run, so they are apart from allocations.
+        # Estimates must not refuse a run, so they are separate from allocations.
         estimated = sum(one.activations + one.logprobs for one in here)
         yield HostPart("the ranks' training state", sum(one.total for one in here) - estimated)
         yield HostPart("activations and log-probs", estimated, certain=False)
@@ -146,7 +146,7 @@ def _of_ranks(
 def _of_engines(
     config: Config, machine: Machine, device: Device, engine: EngineMemory | None, node: int
 ) -> Iterator[HostPart]:
-    """Memory of the engines that machine number `node` may get."""
+    """Yield the memory of the engines that machine number `node` may get."""
     rollout = config.rollout
     if rollout is None or engine is None:
         return
@@ -155,20 +155,20 @@ def _of_engines(
         yield HostPart("engines' weights", count * engine.weights)
         # vLLM reserves the cache, but pages are touched only as it fills.
         yield HostPart("engines' key-value caches", count * (engine.cache or 0), certain=False)
-    # The actor, vLLM's core, and its workers where there are several.
+    # The actor, vLLM's core, and its workers if there are several.
     processes = 2 + (rollout.workers if rollout.workers > 1 else 0)
     size = count * PROCESS_BYTES * (processes if device == "cuda" else 1)
     yield HostPart("processes of engines", size, certain=False)
 
 
 def engines_on(config: Config, machine: Machine, device: Device, node: int) -> int:
-    """Largest number of engines on machine number `node`."""
+    """Return the largest number of engines on machine number `node`."""
     engines = engine_count(config)
     if not engines_elsewhere(config, machine):
         return engines if node == 0 else 0
     if device == "cuda":
         ranks = config.policy.parallel.ranks // machine.nodes if node < machine.nodes else 0
-        # Ray may place all engines on one node; the plan takes the worst case.
+        # Ray may place all engines on one node, so the plan assumes the worst case.
         return min(engines, engine_room(config, len(machine.gpus) - ranks))
     if machine.engine_nodes:
         return -(-engines // machine.engine_nodes) if node >= machine.nodes else 0
@@ -184,9 +184,9 @@ def _shared(
     longest: int,
     routed_bytes: int,
 ) -> Iterator[HostPart]:
-    """Return the parts in the /dev/shm of machine number `node`."""
+    """Yield the parts in the /dev/shm of machine number `node`."""
     assert config.rollout is not None
-    # Two versions: engines read one while the next is written.
+    # Two versions, because engines read one while the next is written.
     weights = 2 * engine.weights
     # The controller and Ray's head run here, with the objects of a batch.
     if node == 0:
@@ -213,9 +213,9 @@ def host_problems(
     hosts: Sequence[HostMemory],
     hosts_of: Callable[[Config], Sequence[HostMemory]],
 ) -> tuple[list[Problem], list[str]]:
-    """Problems of machines whose memory cannot hold what is certain, and notes on those where the
-    estimates exceed it. `hosts_of`: the memory of another config, empty for a config that cannot
-    run."""
+    """Return problems of machines with less memory than is certainly needed, and notes on those
+    whose memory the estimates exceed. `hosts_of`: the memory of another config, empty for a config
+    that cannot run."""
     problems, notes = [], []
     for host in hosts if machine.memory else ():
         named = f"{host.machines}: " if len(hosts) > 1 else ""
@@ -238,8 +238,8 @@ def host_problems(
 def free_memory_problems(
     config: Config, machine: Machine, device: Device, hosts: Sequence[HostMemory], node: int = 0
 ) -> list[Problem]:
-    """Problems of a run for which machine number `node`, which this is, has no free memory, because
-    other programs hold it."""
+    """Return problems of a run for which machine number `node`, this machine, has no free memory,
+    because other programs hold it."""
     here = next((host for host in hosts if host.first <= node < host.first + host.count), None)
     # A described machine has no other programs.
     if machine.free_memory is None or here is None:

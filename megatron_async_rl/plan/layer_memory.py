@@ -1,12 +1,13 @@
-"""Bytes that a rank's layers keep of a micro-batch for its backward pass, and of FP8 weights and
-adapters. Activations are within 5 % of what autograd keeps of local layers on a CPU. On a GPU, with
-Transformer Engine's layers and with FP8, they follow the kernels' source and are not measured.
+"""Bytes that a rank's layers keep of a micro-batch for its backward pass, and bytes of FP8 weights
+and adapters. Activations are within 5 % of the bytes that autograd keeps for local layers on a CPU.
+On a GPU, with Transformer Engine's layers and with FP8, they follow the kernels' source and are not
+measured.
 
 Attention is torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a
-GPU has no such kernel. With policy.fp8 inputs of products are counted in FP8.
+GPU has no such kernel. With policy.fp8 inputs of GEMMs are counted in FP8.
 
-FP8 memory was read in the source of Transformer Engine 2.12 and Megatron-Core 0.19.2. A GEMM keeps
-its input for the backward pass once, in FP8; but the output projection of attention keeps the
+FP8 memory follows the source of Transformer Engine 2.12 and Megatron-Core 0.19.2. A GEMM keeps its
+input for the backward pass once, in FP8. The output projection of attention instead keeps the
 bfloat16 tensor that attention keeps anyway, except under `delayed`, which keeps both.
 """
 
@@ -27,7 +28,8 @@ def value_bytes(config: Config) -> int:
 
 
 def engine_bytes(config: Config) -> int:
-    """Bytes of a number in the engines, in weights that are not quantised and in the cache."""
+    """Return the bytes of a number in the engines, in weights that are not quantised and in the
+    cache."""
     return 2 if config.engine_dtype == "bfloat16" else FLOAT32
 
 
@@ -42,10 +44,11 @@ def activations(
     layers: LayerFamily,
     micro_batches: int | None = None,
 ) -> int:
-    """Bytes of a rank's layers in flight, of the last norm, and of the hidden states that log-probs
-    and values are made from. With policy.recompute: full each layer keeps its input alone, and one
-    at a time is computed again; `selective` keeps what attention keeps, but no scores, and one
-    layer's at a time. micro_batches: of `tokens`, where fewer run than the schedule holds."""
+    """Return the bytes of a rank's layers in flight, of the last norm, and of the hidden states
+    from which log-probs and values are computed. With policy.recompute: full each layer keeps only
+    its input, and one layer at a time is recomputed; with `selective` each keeps what attention
+    keeps, but no scores, and one layer's at a time. micro_batches: of `tokens`, if fewer run than
+    the schedule holds."""
     count = layers_in_flight(config, shape, stage)
     if micro_batches is not None:
         # Fewer micro-batches than the schedule could hold.
@@ -56,7 +59,7 @@ def activations(
     beside = -fp8_inputs(config, shape, stage=stage, tokens=tokens, layers=count)
     if stage == parallel.pipeline - 1:
         beside += numbers * _norm_bytes(config, shape, on_gpu=on_gpu)
-        # Whole on every tensor-parallel rank; the value head computes with a copy in float32.
+        # Whole on every tensor-parallel rank; the value head computes with a float32 copy.
         valued = config.objective.value is not None and config.model.dtype != "float32"
         beside += tokens * shape.hidden * (value_bytes(config) + (FLOAT32 if valued else 0))
     beside += context_masks(config, tokens, longest, on_gpu=on_gpu, layers=layers, count=count)
@@ -65,17 +68,17 @@ def activations(
     if recompute == "selective":
         without = kept(core=False)
         return count * without + (kept() - without) + beside
-    # Each layer keeps its input; one layer at a time is computed again.
+    # Each layer keeps its input; one layer at a time is recomputed.
     return count * numbers * value_bytes(config) + kept() + beside
 
 
 def context_masks(
     config: Config, tokens: int, longest: int, *, on_gpu: bool, layers: LayerFamily, count: int
 ) -> int:
-    """Bytes of the masks of torch's attention under context parallelism on a GPU, where Transformer
-    Engine's kernel needs none: of the two parts of a row that a rank has, [part, tokens up to its
-    end] each. Padded rows and all layers share them; each of several samples in a row has its own
-    in each of `count` layers."""
+    """Return the bytes of the masks of torch's attention under context parallelism on a GPU
+    (Transformer Engine's kernel needs none): one for each of the two parts of a row that a rank
+    has, [part, tokens up to its end]. Padded rows and all layers share them; with several samples
+    in a row, each has its own in each of `count` layers."""
     context = config.policy.parallel.context
     if not on_gpu or context == 1 or layers == "transformer_engine":
         return 0
@@ -86,12 +89,12 @@ def context_masks(
 
 
 def layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:
-    """Layers of a rank that hold a micro-batch's activations at one time, summed over
-    micro-batches.
+    """Return the number of layers of a rank that hold a micro-batch's activations at one time,
+    summed over micro-batches.
 
-    1F1B: one micro-batch in each later stage and in this one. Interleaved: of the last virtual
-    stage twice the distance to the last rank and one, and a full round of the pipeline in each
-    earlier virtual stage.
+    1F1B: one micro-batch in this stage and in each later one. Interleaved: in the last virtual
+    stage twice the distance to the last rank plus one, and in each earlier virtual stage a full
+    round of the pipeline.
     """
     pipeline, virtual = config.policy.parallel.pipeline, config.policy.parallel.virtual_pipeline
     # Micro-batches that later stages hold when this one begins its backward pass.
@@ -101,13 +104,15 @@ def layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:
 
 
 def stores_scores(config: Config, shape: ModelShape, *, on_gpu: bool) -> bool:
-    """True where torch's attention falls back to the kernel that keeps [heads, length, length]."""
+    """Return True if torch's attention falls back to the kernel that keeps [heads, length,
+    length]."""
     return on_gpu and config.model.dtype == "float32" and shape.heads != shape.kv_heads
 
 
 def _norm_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> int:
-    """Bytes that a norm keeps of each number. One kernel, on GPUs, keeps its input; torch's on a
-    CPU that and, for a weight that is trained, the normalised one, both in float32."""
+    """Return the bytes that a norm keeps of each number. The fused kernel, on GPUs, keeps its
+    input; torch's on a CPU keeps the input and, for a trained weight, the normalised input, in
+    float32."""
     if not on_gpu:
         return FLOAT32 if config.policy.lora is not None else 2 * FLOAT32
     return FLOAT32 if shape.family.float32_norms else value_bytes(config)
@@ -123,13 +128,14 @@ def layer_activations(
     layers: LayerFamily,
     core: bool = True,
 ) -> int:
-    """Bytes one layer keeps of a micro-batch of `tokens` of this rank: the inputs of its norms,
-    products, attention and gate. core: with what attention keeps between its projections."""
+    """Return the bytes that one layer keeps of a micro-batch of `tokens` of this rank: the inputs
+    of its norms, GEMMs, attention and gate. core: include the tensors that attention keeps between
+    its projections."""
     parallel, own, fused = config.policy.parallel, value_bytes(config), layers != "local"
     lora = config.policy.lora
     norm = _norm_bytes(config, shape, on_gpu=on_gpu)
     inputs = partial(_input_bytes, lora, own, on_gpu=on_gpu)
-    # A mixture's router keeps its input whatever is trained.
+    # A mixture's router always keeps its input.
     gated = own if shape.experts else inputs("gate_proj", "up_proj")
     whole = shape.hidden * (
         shape.family.layer_norms * norm + inputs("q_proj", "k_proj", "v_proj") + gated
@@ -137,18 +143,18 @@ def layer_activations(
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     divided = 3 * (queries + keys) * own + shape.heads * FLOAT32
     if parallel.context > 1 and core:
-        # Queries, half of them in reverse, and the attention of two pieces, alone and put together;
-        # keys and values of all ranks (Transformer Engine keeps this rank's alone). On GPUs torch's
+        # Queries, half of them in reverse, and the attention of two pieces, separate and combined;
+        # keys and values of all ranks (Transformer Engine keeps only this rank's). On GPUs torch's
         # kernels need as many heads of these as of queries.
         divided += queries * own // 2 - 3 * keys * own
         divided += 2 * parallel.context * (queries if on_gpu else keys) * own
     if shape.family.head_norms:
-        # In float32 the keys are a view of what the projection gave.
+        # In float32 the keys are a view of the projection's output.
         keys_too = not on_gpu or own < norm
         divided += queries * norm + (keys * (norm if own < FLOAT32 else FLOAT32) if keys_too else 0)
-    # A gate keeps its two inputs, the activation, the other factor again, and its output; the
-    # fused one inputs and output alone. Experts get copies of their tokens, and weigh what they
-    # give.
+    # A gate keeps its two inputs, the activation, a copy of the other factor, and its output; the
+    # fused one only inputs and output. Experts get copies of their tokens, and weight their
+    # outputs.
     if shape.experts:
         gate = (2 if fused else 5) * shape.intermediate
         gate += shape.intermediate + shape.hidden if lora is None else 0
@@ -157,19 +163,20 @@ def layer_activations(
         divided += shape.intermediate * ((2 if fused else 4) * own + inputs("down_proj"))
     if core and stores_scores(config, shape, on_gpu=on_gpu):
         divided += 2 * shape.heads * longest * own
-    # Cosine and sine of each place, for queries and for keys, which padded rows share.
+    # Cosine and sine of each position, for queries and for keys, which padded rows share.
     places = 0 if fused else min(tokens, -(-longest // parallel.context))
-    # Transformer Engine takes a packed row as it is, and its places are one tensor for all layers.
+    # Transformer Engine reads a packed row directly, and its positions are one tensor for all
+    # layers.
     packed = config.policy.sequence == "packed" and not fused
     if packed:
         places = tokens
     if packed or (lora is not None and lora.dropout):
-        # The samples' attention again, put together to a row.
+        # The samples' attention again, combined to a row.
         divided += queries * inputs("o_proj")
     rotation = 4 * shape.head_dim * own * places
     narrow = 0
     if lora is not None:
-        # What adapters' second matrices take: in addition to column-parallel products of all
+        # Inputs of adapters' second matrices, in addition to column-parallel products of all
         # tokens.
         columns = sum(target not in ROW_PARALLEL for target in lora.targets)
         narrow = lora.rank * own * columns
@@ -183,8 +190,8 @@ def layer_activations(
 
 
 def _input_bytes(lora: LoraConfig | None, own: int, *matrices: Target, on_gpu: bool) -> int:
-    """Bytes kept of each number that a product takes, of these matrices together. A frozen one
-    keeps none: its adapters keep one for all, or with dropout each what it was left, and its
+    """Return the bytes kept of each input number of these matrices together. A frozen matrix keeps
+    none. Its adapters keep one input for all or, with dropout, each the remaining input and its
     mask."""
     if lora is None:
         return own
@@ -193,19 +200,19 @@ def _input_bytes(lora: LoraConfig | None, own: int, *matrices: Target, on_gpu: b
 
 
 ORIENTATIONS = 2
-"""Copies of a weight in 8 bits, one as it lies and one transposed: Hopper multiplies in one
-orientation alone, and blocks have scales of their own in each."""
+"""Copies of an FP8 weight, one in its own orientation and one transposed: Hopper multiplies in only
+one orientation, and blocks have different scales in each."""
 BFLOAT16 = 2
-"""Bytes."""
+"""Bytes per number."""
 SCALE_BYTES = {"tensorwise": 0.0, "delayed": 0.0, "blockwise": 4 / 128**2, "mxfp8": 1 / 32}
 """Bytes of scales per weight, by recipe: a float32 per 128 x 128 block, a byte per 32 weights,
 or a negligible one per tensor."""
 INPUT_SCALE_BYTES = {**SCALE_BYTES, "blockwise": 4 / 128}
-"""The same for each input: blocks are of 1 x 128."""
+"""The same for each input, whose blocks are 1 x 128."""
 
 
 def product_sizes(shape: ModelShape, *, tensor: int) -> dict[str, int]:
-    """The sides of a layer's weights on one rank, by what they are. Experts stay whole."""
+    """Return the sides of a layer's weights on one rank by name. Experts stay whole."""
     columns = shape.intermediate if shape.experts else shape.intermediate // tensor
     queries = shape.heads * shape.head_dim // tensor
     keys = shape.kv_heads * shape.head_dim // tensor
@@ -218,14 +225,14 @@ def product_sizes(shape: ModelShape, *, tensor: int) -> dict[str, int]:
 
 
 def layer_weights(shape: ModelShape, *, tensor: int, expert: int) -> int:
-    """Weights of one layer's products on one rank, without biases."""
+    """Return the number of weights of one layer's GEMMs on one rank, without biases."""
     _, qkv, outputs, columns = product_sizes(shape, tensor=tensor).values()
     held = shape.experts // expert if shape.experts else 1
     return shape.hidden * (qkv + outputs + held * 3 * columns)
 
 
 def fp8_layers(fp8: Fp8Config, layers: int, *, stage: int, pipeline: int) -> int:
-    """Layers of a stage that compute in 8 bits."""
+    """Return the number of layers of a stage that compute in FP8."""
     own = layers // pipeline
     first = stage * own
     kept = fp8.first_last_layers_bf16
@@ -233,16 +240,17 @@ def fp8_layers(fp8: Fp8Config, layers: int, *, stage: int, pipeline: int) -> int
 
 
 def weight_bytes(fp8: Fp8Config) -> float:
-    """Bytes of one weight in 8 bits, in both orientations, with its share of the scales."""
+    """Return the bytes of one FP8 weight, in both orientations, with its share of the scales."""
     return ORIENTATIONS * (1 + SCALE_BYTES[fp8.recipe])
 
 
 def fp8_copies(config: Config, shape: ModelShape, *, stage: int, in_flight: int) -> int:
-    """Bytes that FP8 weights add on a rank of the stage to those in bfloat16, or take off.
+    """Return the bytes that FP8 weights add on a rank of the stage to those in bfloat16; negative
+    if they save memory.
 
-    Primary weights take the place of bfloat16 ones. Others are made in each forward pass and kept
-    until its backward pass: for every layer in flight once (`in_flight`: layers that hold a
-    micro-batch's activations, summed over micro-batches), with recompute: full for one layer.
+    Primary weights replace bfloat16 ones. Others are computed in each forward pass and kept until
+    its backward pass: once for every layer in flight (`in_flight`: layers that hold a micro-batch's
+    activations, summed over micro-batches), with recompute: full for one layer.
     """
     fp8, parallel = config.policy.fp8, config.policy.parallel
     if fp8 is None:
@@ -258,16 +266,16 @@ def fp8_copies(config: Config, shape: ModelShape, *, stage: int, in_flight: int)
 
 
 def fp8_inputs(config: Config, shape: ModelShape, *, stage: int, tokens: int, layers: int) -> int:
-    """Bytes that inputs of products take less in 8 bits than in bfloat16, on a rank of the stage
-    with micro-batches of `tokens`. layers: those of the rank that hold a micro-batch's activations,
-    summed over micro-batches; with recompute: full that is one."""
+    """Return the bytes that inputs of GEMMs save in FP8 compared with bfloat16, on a rank of the
+    stage with micro-batches of `tokens`. layers: those of the rank that hold a micro-batch's
+    activations, summed over micro-batches; with recompute: full that is one."""
     fp8, parallel = config.policy.fp8, config.policy.parallel
     if fp8 is None:
         return 0
     own = shape.layers // parallel.pipeline
     rounded = fp8_layers(fp8, shape.layers, stage=stage, pipeline=parallel.pipeline)
     if config.policy.recompute == "full":
-        # The largest of the layers, which are computed again one at a time.
+        # The largest of the layers, which are recomputed one at a time.
         rounded, layers = own * (rounded == own), 1
     saved = BFLOAT16 - 1 - INPUT_SCALE_BYTES[fp8.recipe]
     experts = shape.experts_per_token
@@ -281,7 +289,7 @@ def fp8_inputs(config: Config, shape: ModelShape, *, stage: int, tokens: int, la
 
 
 def sides(shape: ModelShape, target: Target) -> tuple[int, int]:
-    """(inputs, outputs) of the matrix in each layer."""
+    """Return (inputs, outputs) of the matrix in each layer."""
     hidden, queries = shape.hidden, shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     return {
@@ -296,8 +304,8 @@ def sides(shape: ModelShape, target: Target) -> tuple[int, int]:
 
 
 def stage_adapters(lora: LoraConfig, shape: ModelShape, *, pipeline: int, tensor: int) -> int:
-    """Adapter parameters on one rank: tensor parallelism divides the outputs of a column-parallel
-    matrix's adapter, and the inputs of a row-parallel one's."""
+    """Return the number of adapter parameters on one rank: tensor parallelism divides the outputs
+    of a column-parallel matrix's adapter, and the inputs of a row-parallel one's."""
     layer = 0
     for target in lora.targets:
         inputs, outputs = sides(shape, target)

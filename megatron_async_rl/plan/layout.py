@@ -17,12 +17,13 @@ from megatron_async_rl.rollout.cluster import CONNECTIONS
 Device = Literal["cpu", "cuda"]
 PARALLEL = "policy.parallel"
 PLANNED_DEVICE = "MEGATRON_ASYNC_RL_DEVICE"
-"""Environment variable of ranks: the device that the plan gives them."""
+"""Environment variable of ranks: the device that the plan assigns to them."""
 
 
 @dataclass(frozen=True)
 class PlannedProcess:
-    """`kind`: what it is and what starts it; `device`: the GPU it owns, or its threads."""
+    """A process of the plan. `kind`: the process, and the program that starts it; `device`: the GPU
+    that it owns, or its threads."""
 
     name: str
     kind: str
@@ -31,27 +32,28 @@ class PlannedProcess:
 
 def device_of(config: Config, machine: Machine) -> Device:
     if config.policy.device == "auto":
-        # The planned machine decides, which may be another than this.
+        # The planned machine decides, which may be another one.
         return "cuda" if machine.gpus else "cpu"
     return config.policy.device
 
 
 def rank_environment(config: Config, machine: Machine) -> dict[str, str]:
-    """Environment variables of trainer ranks. Ranks planned for GPUs never fall back to the CPU
+    """Return environment variables of trainer ranks. Ranks planned for GPUs never use the CPU
     silently.
+
     Megatron-Core launches a message of tensor or context parallelism before the kernels with which
     it overlaps; up to Hopper the GPU keeps that order only with one queue."""
     parallel = config.policy.parallel
     if device_of(config, machine) != "cuda":
         return {}
-    # An unknown capability counts as an older GPU, which one queue cannot harm.
+    # An unknown capability counts as an older GPU, for which one queue does no harm.
     blackwell = all((gpu.capability or (0, 0)) >= (10, 0) for gpu in machine.gpus)
     ordered = blackwell or max(parallel.tensor, parallel.context) == 1
     return {PLANNED_DEVICE: "cuda"} | ({} if ordered else {CONNECTIONS: "1"})
 
 
 def layers_of(config: Config, machine: Machine, shape: ModelShape) -> ChosenLayers:
-    """Raises UserError for layers that are not available."""
+    """Return the model's layers. Raises UserError for layers that are not available."""
     policy = config.policy
     return choose_layers(
         policy.layers,
@@ -65,7 +67,8 @@ def layers_of(config: Config, machine: Machine, shape: ModelShape) -> ChosenLaye
 
 
 def rank_coordinates(config: Config, rank: int) -> tuple[int, int, int, int]:
-    """(tensor, context, data, pipeline) coordinates: tensor varies fastest, pipeline slowest."""
+    """Return (tensor, context, data, pipeline) coordinates: tensor varies fastest, pipeline
+    slowest."""
     parallel = config.policy.parallel
     # The order of Megatron's default: tp-cp-ep-dp-pp.
     rank, tensor = divmod(rank, parallel.tensor)
@@ -75,10 +78,10 @@ def rank_coordinates(config: Config, rank: int) -> tuple[int, int, int, int]:
 
 
 def processes(config: Config, device: Device, machine: Machine) -> tuple[PlannedProcess, ...]:
-    """Every process of a run, in the order in which they start; empty for a layout that does not
+    """Return every process of a run, in the order of their starts; empty for a layout that does not
     divide."""
     parallel, rollout = config.policy.parallel, config.rollout
-    # Problems of the layout name the reason.
+    # Other checks report the problems of such a layout.
     if parallel.ranks % parallel.replica_ranks or parallel.ranks % machine.nodes:
         return ()
     listed = []
@@ -119,22 +122,23 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Planned
 
 
 def engines_elsewhere(config: Config, machine: Machine) -> bool:
-    """True where engines may be on other machines than rank 0's: with a carrier that goes there, in
-    a Ray cluster that is joined. Machines that are described, or counted, are taken to be one."""
+    """Return True if engines may be on other machines than rank 0's: with a carrier that reaches
+    them, in a Ray cluster that the run joins. Machines that are described, or counted, are assumed
+    to be such a cluster."""
     # Without a cluster Ray starts on this machine alone.
     joins = machine.described or machine.engine_nodes or os.environ.get("RAY_ADDRESS")
     return config.weights.carrier.other_machines and bool(joins)
 
 
 def engine_count(config: Config) -> int:
-    """Number of engines, with those that only evaluate."""
+    """Return the number of engines, including those that only evaluate."""
     engines = config.rollout.engines if config.rollout else 0
     return engines + (config.eval.engines if config.eval else 0)
 
 
 def _engine_place(config: Config, device: Device, engine: int, ranks: int, machine: Machine) -> str:
-    """Behind the `ranks` ranks of its node; unless by shared memory, any machine of the Ray
-    cluster."""
+    """Return the place of an engine: after the `ranks` ranks of its node; without shared memory,
+    any machine of the Ray cluster."""
     assert config.rollout is not None
     workers = config.rollout.workers
     if engines_elsewhere(config, machine):
@@ -149,8 +153,8 @@ def _engine_place(config: Config, device: Device, engine: int, ranks: int, machi
 
 
 def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str, str], ...]:
-    """Name of each machine of a run over several machines -> its processes; machines with engines
-    only are grouped. Empty for a layout that does not divide."""
+    """Return name of each machine of a run over several machines -> its processes; machines with
+    only engines are grouped. Empty for a layout that does not divide."""
     ranks, rollout = config.policy.parallel.ranks, config.rollout
     if machine.nodes + machine.engine_nodes == 1 or ranks % machine.nodes:
         return ()
@@ -179,7 +183,7 @@ def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str
 
 
 def counted(noun: str, first: int, count: int) -> str:
-    """`count` things that are numbered from `first`."""
+    """Format `count` things that are numbered from `first`."""
     if count == 1:
         return f"{noun} {first}"
     # GPU 0-3 reads better than GPUs 0-3 in a table.
@@ -188,15 +192,15 @@ def counted(noun: str, first: int, count: int) -> str:
 
 
 def engine_room(config: Config, gpus: int) -> int:
-    """Number of engines that fit on `gpus` GPUs of one machine."""
+    """Return the number of engines that fit on `gpus` GPUs of one machine."""
     assert config.rollout is not None
     # Workers of one engine share memory, so an engine stays on one machine.
     return max(0, gpus) // config.rollout.workers
 
 
 def gpus_wanted(config: Config, machine: Machine, node: int = 0) -> int:
-    """GPUs of machine number `node` that its ranks take, from the first, and engines after them,
-    but for engines that may be anywhere."""
+    """Return the number of GPUs of machine number `node` that its ranks use, from the first, and
+    then engines, except engines that may be anywhere."""
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     if rollout is None or node > 0 or engines_elsewhere(config, machine):
         return ranks
@@ -206,7 +210,7 @@ def gpus_wanted(config: Config, machine: Machine, node: int = 0) -> int:
 
 
 def gpus_used(config: Config, machine: Machine) -> int:
-    """GPUs of all machines that ranks and engines take."""
+    """Return the number of GPUs of all machines that ranks and engines use."""
     ranks, rollout = config.policy.parallel.ranks, config.rollout
     if rollout is None:
         return ranks
@@ -215,7 +219,7 @@ def gpus_used(config: Config, machine: Machine) -> int:
 
 
 def spread_notes(config: Config, device: Device, machine: Machine) -> list[str]:
-    """Notes on slow communication between machines."""
+    """Return notes on slow communication between machines."""
     parallel = config.policy.parallel
     share = parallel.ranks // machine.nodes
     group = parallel.tensor * parallel.context

@@ -89,7 +89,7 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
     if config.policy.device == "cuda" and not machine.gpus:
         fix = (
             "set it to auto or cpu, plan for other machines with --gpus 8 --gpu-memory 80, or see"
-            " `mar doctor` for what keeps CUDA away"
+            " `mar doctor` for what makes CUDA unavailable"
         )
         found.append(Problem(key="policy.device", what="cuda, but there is no GPU", fix=fix))
     # Also without a model: too few GPUs is worth knowing first.
@@ -410,7 +410,7 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
     wrong = [f"{size} ({name})" for name, size in sizes.items() if size % multiple]
     if wrong:
         ways = ["lower policy.parallel.tensor"] if parallel.tensor > 1 else []
-        ways += ["take a recipe of finer multiples (tensorwise: 16)"] if multiple > 16 else []
+        ways += ["use a recipe with finer multiples (tensorwise: 16)"] if multiple > 16 else []
         found.append(
             Problem(
                 key="policy.fp8.recipe",
@@ -426,7 +426,7 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
     if kept > maximum:
         what = (
             f"{kept} layers at each end are not within the {held} of a pipeline stage, or leave"
-            f" none of {shape.layers} in 8 bits"
+            f" none of {shape.layers} in FP8"
         )
         fix = f"set it to at most {maximum}"
         found.append(Problem(key="policy.fp8.first_last_layers_bf16", what=what, fix=fix))

@@ -24,9 +24,9 @@ NVIDIA_SMI_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A model of GPU on its SXM board, by NVIDIA's data sheet. Per second: floating-point
-    operations of dense products in bfloat16 and in 8 bits (null: it has none), bytes of its own
-    memory. `sizes`: GiB of memory that it is sold with."""
+    """A model of GPU on its SXM board, according to NVIDIA's data sheet. Per second: floating-point
+    operations of dense GEMMs in bfloat16 and in FP8 (null: unsupported), bytes of its own memory.
+    `sizes`: GiB of memory with which it is sold."""
 
     name: str
     sizes: tuple[float, ...]
@@ -84,28 +84,28 @@ ON_A_CARD = re.compile(r"PCIe|NVL|MIG", re.IGNORECASE)
 class Gpu:
     name: str
     memory: int
-    """Bytes."""
+    """Memory in bytes."""
     capability: tuple[int, int] | None = None
-    """CUDA's compute capability; null where it is not known."""
+    """CUDA's compute capability; null if unknown."""
     used: int = 0
     """Bytes of `memory` in use by all processes."""
     index: str = ""
     """Index of the GPU in nvidia-smi."""
     users: tuple[str, ...] = ()
-    """Descriptions of the processes on it, as far as they can be seen: not from inside a
+    """Descriptions of the processes on it, as far as they are visible: not from inside a
     container."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`memory` and `shared_memory` in bytes: what may be used in all, and what is free in /dev/shm
-    (0: there is none). `described`: named on the command line, so that only its GPUs are known and
-    nothing that lies on its disks is. `transformer_engine`: its version, null where it is not
-    installed; of a machine that is described, requirements/gpu.txt's.
+    """`memory` and `shared_memory` in bytes: the total that may be used, and the free part of
+    /dev/shm (0: there is none). `described`: True if it was described on the command line, so that
+    only its GPUs are known and no files are. `transformer_engine`: its version, null if it is
+    not installed; for a described machine that of requirements/gpu.txt.
 
-    `nodes`: machines like this one with ranks, each with equally many; the first has the engines
-    that get their weights by shared memory. `engine_nodes`: further machines like this one, with
-    engines alone.
+    `nodes`: number of machines like this one with ranks, each with equally many; the first has the
+    engines that get their weights by shared memory. `engine_nodes`: further machines like this one,
+    with engines alone.
     """
 
     cores: int
@@ -117,11 +117,11 @@ class Machine:
     described: bool = False
     transformer_engine: str | None = None
     free_memory: int | None = None
-    """Bytes of `memory` that no other program holds; null where that is not known."""
+    """Bytes of `memory` that no other program holds; null if unknown."""
 
 
 def size(count: int) -> str:
-    """Text of a number of bytes, in MiB or GiB."""
+    """Return a text for a number of bytes, in MiB or GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
@@ -133,8 +133,8 @@ def described_machine(
     engine_nodes: int = 0,
     chip: Chip | None = None,
 ) -> Machine:
-    """`nodes` machines with ranks and `engine_nodes` without, of `gpus` GPUs each, without further
-    details."""
+    """Return `nodes` machines with ranks and `engine_nodes` without, of `gpus` GPUs each, without
+    further details."""
     # chip_of finds the chip again by this name.
     name = chip.name.upper() if chip is not None else "GPU"
     gpu = Gpu(
@@ -156,8 +156,8 @@ def described_machine(
 
 
 def chip_of(machine: Machine) -> Chip | None:
-    """The model of its GPUs: by name or, if they are described by their memory alone, the model
-    with so much. Null: none of CHIPS."""
+    """Return the model of the machine's GPUs: by name or, if they are described by their memory
+    alone, the model with that memory. Null: not in CHIPS."""
     # PCIe, NVL and MIG variants are slower than the data sheet of the SXM board.
     if not machine.gpus or ON_A_CARD.search(machine.gpus[0].name):
         return None
@@ -189,9 +189,9 @@ def this_machine(nodes: int = 1, engine_nodes: int = 0) -> Machine:
 
 
 def _transformer_engine() -> str | None:
-    """Version of Transformer Engine, if it is installed with its part for torch. That is a file
-    which it loads by its path: next to the package, in it, or in its `wheel_lib`, by how it was
-    built."""
+    """Return the version of Transformer Engine if it is installed with its part for torch. It loads
+    that part as a file by its path: next to the package, in it, or in its `wheel_lib`, depending on
+    how it was built."""
     found = find_spec("transformer_engine")
     places = found.submodule_search_locations if found is not None else None
     if not any(
@@ -203,12 +203,13 @@ def _transformer_engine() -> str | None:
     try:
         return version("transformer-engine")
     except PackageNotFoundError:
-        # Its parts alone do not import: they require this one's version, too.
+        # Its parts alone cannot be imported: they require the version of this package, too.
         return "not known"
 
 
 def usable_cores() -> int:
-    """Cores this process may run on: its affinity, cut by the container's quota."""
+    """Return the number of cores that this process may use: its affinity, limited by the
+    container's quota."""
     # Not os.cpu_count(), which ignores affinity.
     cores = len(os.sched_getaffinity(0))
     try:
@@ -220,8 +221,8 @@ def usable_cores() -> int:
 
 
 def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
-    """GPUs as they are now: those that CUDA would show with `visible` as CUDA_VISIBLE_DEVICES, null
-    for all."""
+    """Return the GPUs in their present state: those that CUDA would show with `visible` as
+    CUDA_VISIBLE_DEVICES, null for all."""
     # CUDA's two ways of hiding every GPU.
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
@@ -246,13 +247,13 @@ def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
             users=tuple(users.get(row[1], ())),
         )
         for row in rows
-        # nvidia-smi prints [N/A] for what a driver does not report.
+        # nvidia-smi prints [N/A] for a value that a driver does not report.
         if row[3].isdigit()
     )
 
 
 def _users(command: str) -> dict[str, list[str]]:
-    """Processes with memory on a GPU, by its uuid."""
+    """Return the processes with memory on a GPU, by its uuid."""
     users: dict[str, list[str]] = {}
     query = "--query-compute-apps=gpu_uuid,pid,used_memory,process_name"
     for gpu, pid, used, name in _query_output(command, query):
@@ -262,8 +263,8 @@ def _users(command: str) -> dict[str, list[str]]:
 
 
 def _query_output(command: str, query: str) -> list[list[str]]:
-    """Rows of nvidia-smi's answer. None where the tool is there without a working driver: no usable
-    GPU, and `mar doctor` reports it."""
+    """Return the rows of nvidia-smi's answer. None if the tool exists without a working driver:
+    there is no usable GPU, and `mar doctor` reports it."""
     try:
         answer = subprocess.run(
             [command, query, "--format=csv,noheader,nounits"],

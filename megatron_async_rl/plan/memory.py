@@ -1,12 +1,12 @@
 """Bytes each trainer rank and each engine needs, by arithmetic on the model's sizes.
 
 Weights, gradients, optimizer state and KV cache are exact up to padding; activations are counted in
-layer_memory.py. With policy.fp8 weights count twice, as they lie and transposed.
+layer_memory.py. With policy.fp8 weights count twice, in both orientations.
 
-What CUDA processes take besides tensors is estimated from the libraries' documentation and sources
-and from reports of their users; this project has not measured it. By vLLM's source, an engine's
-context and communicators lie outside the share that `rollout.gpu_memory_utilization` gives it, and
-its graphs inside. Sleep releases weights and cache alone.
+Memory of CUDA processes besides tensors is estimated from the libraries' documentation and sources
+and from reports of their users; this project has not measured it. According to vLLM's source, an
+engine's context and communicators are outside the share of `rollout.gpu_memory_utilization`, and
+its graphs are inside. Sleep releases only weights and cache.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.families import LayerFamily
 
 REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}
-"""Per parameter, by `reference_dtype`; fp8 has a float32 scale for 128 numbers."""
+"""Bytes per parameter, by `reference_dtype`; fp8 has a float32 scale for 128 numbers."""
 LOGIT_COPIES = 3
-"""Chunks of float32 logits whose memory the log-probs take: policy/logprobs.py keeps to it."""
+"""Chunks of float32 logits whose memory the log-probs use; policy/logprobs.py respects it."""
 TARGET_BYTES = 50
 """Bytes per token that a rank trains on in a step; losses need 36 to 49."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on one rank of pipeline stage `stage`; its data-, context- and tensor-parallel
-    neighbours need the same.
+    """Bytes on one rank of pipeline stage `stage`; ranks of the same stage need the same.
 
-    In host memory, not part of `total`: `held`, copies of the weights (reference, proximal
+    Host memory that is not part of `total`: `held`, copies of the weights (reference, proximal
     policies), divided over the ranks that hold the same parameters; `offloaded`, Adam's moments and
-    a control's gradient, where a GPU's are; `staged`, the copy that an asynchronous checkpoint
-    makes first.
+    a control's gradient that are offloaded from a GPU; `staged`, the copy that an asynchronous
+    checkpoint makes first.
     """
 
     stage: int
@@ -62,9 +61,9 @@ class RankMemory:
     staged: int
     offloaded: int = 0
     fp8: int = 0
-    """Bytes that FP8 weights add to `parameters`, or take off."""
+    """Bytes that FP8 weights add to `parameters`; negative if they save memory."""
 
-    # Sums are properties, so that no part can be changed without its total.
+    # Sums are properties, so that no part can change without its total.
     @property
     def total(self) -> int:
         return (
@@ -84,10 +83,10 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
-    """Bytes of one engine. `weights`: as they arrive. `layer`: of one of its `layers`, as it keeps
-    them; `embedding`: of that and the last norm; `output`: of an output layer that is not the
-    embedding; `largest`: of its tensors. `cache` is null on a GPU, where
-    `rollout.gpu_memory_utilization` gives it what is left."""
+    """Bytes of one engine. `weights`: as they arrive. `layer`: one of its `layers`, as the engine
+    keeps it; `embedding`: the embedding and the last norm; `output`: an output layer that is not
+    the embedding; `largest`: its largest tensor. `cache` is null on a GPU, where it gets the rest
+    of `rollout.gpu_memory_utilization`."""
 
     weights: int
     layers: int
@@ -104,22 +103,22 @@ class EngineMemory:
         return self.embedding + self.layers * self.layer + self.output
 
     def of_worker(self, rollout: RolloutConfig) -> int:
-        """Weights of a worker of the stage with most: the first has the embedding, the last the
-        output layer."""
-        # vLLM gives uneven layers to some stages; the fullest one decides.
+        """Return the weights of a worker of the largest stage: the first has the embedding, the
+        last the output layer."""
+        # vLLM gives uneven layers to some stages; the largest one decides.
         layers = -(-self.layers // rollout.pipeline) * self.layer
         output = self.output if rollout.pipeline == 1 else 0
         return (self.embedding + layers + output) // rollout.tensor
 
 
 def stage_experts(shape: ModelShape, *, pipeline: int, expert: int) -> int:
-    """Parameters of experts on one rank of a stage."""
+    """Return the number of expert parameters on one rank of a stage."""
     return shape.layers // pipeline * shape.layer_experts // expert
 
 
 def stage_parameters(shape: ModelShape, *, stage: int, pipeline: int, tensor: int) -> int:
-    """Parameters on one rank of a stage, without experts. With tied embeddings the last stage has a
-    copy of the first's."""
+    """Return the number of parameters on one rank of a stage, without experts. With tied embeddings
+    the last stage has a copy of the first stage's."""
     count = shape.layers // pipeline * (shape.layer_sharded // tensor + shape.layer_replicated)
     embedding = -(-shape.vocabulary // tensor) * shape.hidden
     first, last = stage == 0, stage == pipeline - 1
@@ -143,13 +142,13 @@ def rank_memory(
     on_gpu: bool = False,
     layers: LayerFamily = "local",
 ) -> RankMemory:
-    """`longest`: tokens of the longest prompt + response.
+    """Return the memory of a rank. `longest`: tokens of the longest prompt + response.
 
-    Gradients, optimizer state and copies are of what is trained, with policy.lora the adapters.
-    AdamW has two moments, and a float32 copy of the weights under bfloat16; the distributed
-    optimizer shards that, not the gradient buffer: over the ranks that hold the same parameters,
-    which for experts are other ones. With a buffer in bfloat16 the gradient of what this rank's
-    optimizer updates is in float32, too."""
+    Gradients, optimizer state and copies exist for trained parameters, with policy.lora for the
+    adapters. AdamW has two moments and, with bfloat16, a float32 copy of the weights. The
+    distributed optimizer shards these, not the gradient buffer, over the ranks that hold the same
+    parameters (other ranks for experts). With a bfloat16 buffer, the gradient of the parameters
+    that this rank's optimizer updates also exists in float32."""
     parallel = config.policy.parallel
     dense = stage_parameters(shape, stage=stage, pipeline=parallel.pipeline, tensor=parallel.tensor)
     experts = stage_experts(shape, pipeline=parallel.pipeline, expert=parallel.expert)
@@ -167,7 +166,7 @@ def rank_memory(
         max(1, copies * parallel.tensor // parallel.expert) if parallel.expert > 1 else copies
     )
     share = -(-dense // copies) + -(-experts // replicas)
-    # Parameters whose optimizer state this rank holds.
+    # Number of parameters whose optimizer state this rank holds.
     own = share if parallel.distributed_optimizer else trained
     prompts = -(-config.flow.prompts_per_step // config.objective.minibatches)
     samples = -(-prompts * config.flow.group_size // data_parallel)
@@ -183,17 +182,17 @@ def rank_memory(
         * LOGIT_COPIES
     )
     if config.policy.recompute == "full":
-        # They are gone before the first layer is made again, which takes their place.
+        # They are freed before the first layer is recomputed, which reuses their memory.
         remade = layer_activations(config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
         chunk = max(0, chunk - remade)
     head = 0
     narrow = config.policy.optimizer.gradient_dtype == "bfloat16"
     if (parallel.overlap_grad_reduce or narrow) and lora is None:
-        # The gradient of the output layer's weight, and autograd's copy in the model's dtype.
+        # Gradient of the output layer's weight, and autograd's copy in the model's dtype.
         by_autograd = parallel.overlap_grad_reduce and config.model.dtype == "bfloat16"
         copied = value_bytes(config) if by_autograd else 0
         head = shape.vocabulary // parallel.tensor * shape.hidden * (FLOAT32 + copied)
-    # Offloading concerns the moments only; the float32 weights stay on the device.
+    # Offloading only moves the moments; the float32 weights stay on the device.
     moments = own * moment_bytes(config)
     offloaded = moments if on_gpu and config.policy.optimizer.moment_offload == "cpu" else 0
     kept, away = reference_bytes(config, own, on_gpu=on_gpu)
@@ -228,28 +227,29 @@ def rank_memory(
 
 
 def measures_baseline(config: Config) -> bool:
-    """Two float32 accumulators besides the gradient buffers (policy/opob.py)."""
+    """Return True if there are two float32 accumulators besides the gradient buffers
+    (policy/opob.py)."""
     advantage = config.objective.advantage
     return isinstance(advantage, OpobAdvantage) and advantage.mode == "exact"
 
 
 def gradient_bytes(config: Config, trained: int, own: int) -> int:
-    """Bytes of Megatron's gradient buffers for `trained` parameters of a rank; and, with bfloat16
-    buffers, of the float32 gradient of the `own` ones that its optimizer updates."""
+    """Return the bytes of Megatron's gradient buffers for `trained` parameters of a rank and, with
+    bfloat16 buffers, of the float32 gradient of the `own` parameters that its optimizer updates."""
     narrow = config.policy.optimizer.gradient_dtype == "bfloat16"
     # Controls and Adam read a float32 copy of the rank's own shard.
     return trained * 2 + own * FLOAT32 if narrow else trained * FLOAT32
 
 
 def staged_bytes(config: Config) -> int:
-    """Bytes, per parameter that a rank writes, of the copy from which an asynchronous checkpoint is
-    written."""
+    """Return the bytes, per parameter that a rank writes, of the copy from which an asynchronous
+    checkpoint is written."""
     return saved_bytes(config) if config.checkpoint.asynchronous else 0
 
 
 def saved_bytes(config: Config) -> int:
-    """Bytes of a checkpoint per trained parameter: weights, optimizer state, past gradients in
-    float32, and the copies of the weights that a resumed run needs."""
+    """Return the bytes of a checkpoint per trained parameter: weights, optimizer state, past
+    gradients in float32, and the copies of the weights that a resumed run needs."""
     objective, own = config.objective, copy_bytes(config)
     reference = objective.reference if objective.needs_reference else None
     copied = state_bytes(config) + (0 if keeps_8_bits(config) else own)
@@ -267,7 +267,7 @@ def saved_bytes(config: Config) -> int:
 
 
 def trained_parameters(config: Config, shape: ModelShape) -> int:
-    """Number of trained parameters of the whole model: all of them, or those of its adapters."""
+    """Return the number of trained parameters of the whole model: all, or those of its adapters."""
     value_head = shape.hidden + 1 if config.objective.value is not None else 0
     if config.policy.lora is None:
         return shape.parameters + value_head
@@ -279,33 +279,33 @@ def keeps_8_bits(config: Config) -> bool:
 
 
 def copy_bytes(config: Config) -> int:
-    """Bytes per parameter of a copy of the weights: of those kept in 8 bits the float32 ones that
-    they are made of are copied."""
+    """Return the bytes per parameter of a copy of the weights; FP8 weights are copied as the
+    float32 weights from which they are computed."""
     return FLOAT32 if keeps_8_bits(config) else value_bytes(config)
 
 
 def state_bytes(config: Config) -> int:
-    """Bytes of AdamW's state per parameter: two moments, and a master copy under bfloat16."""
+    """Return the bytes of AdamW's state per parameter: two moments and, with bfloat16, a master."""
     return moment_bytes(config) + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
 
 
 def moment_bytes(config: Config) -> int:
-    """Bytes per parameter of both moments."""
+    """Return the bytes per parameter of both moments."""
     return 2 * (2 if config.policy.optimizer.moment_dtype == "bfloat16" else FLOAT32)
 
 
 def held_bytes(config: Config) -> int:
-    """Bytes per parameter that copies of the weights take in host memory: an average is float32,
-    the others are of the model's dtype, and so is the copy in which the weights in training wait
-    while another is in place."""
+    """Return the bytes per parameter of copies of the weights in host memory. An average is
+    float32; the others have the model's dtype, as has the copy of the trained weights while another
+    policy's are in place."""
     objective, own = config.objective, copy_bytes(config)
     ema = objective.reference is not None and objective.reference.ema is not None
-    # An average in bfloat16 would stop moving: its steps round to zero.
+    # A bfloat16 average would stop changing, because its steps round to zero.
     held = (FLOAT32 if ema else own) if objective.needs_reference else 0
     if _compares(config) and objective.proximal == "ewma":
         held += FLOAT32
     proximal = _compares(config) and objective.proximal == "snapshot"
-    # Other weights are run in place, so the trained ones wait in host memory.
+    # Other weights are put in place for a pass, so the trained ones wait in host memory.
     placed = own if held or proximal else 0
     if proximal:
         held += objective.snapshots * own
@@ -317,16 +317,17 @@ def _compares(config: Config) -> bool:
 
 
 def past_master_bytes(config: Config, kept: int | None = None) -> int:
-    """Bytes, in host memory, of the `kept` past versions (null: all) of the optimizer's parameters
-    that a control looks at, per parameter whose optimizer state a rank has."""
+    """Return the bytes, in host memory, of the `kept` past versions (null: all) of the optimizer's
+    parameters that a control reads, per parameter whose optimizer state a rank has."""
     versions = config.objective.snapshots if kept is None else kept
     needed = any(control.needs_past_weights for control in config.controls)
     return versions * FLOAT32 if needed else 0
 
 
 def reference_bytes(config: Config, own: int, *, on_gpu: bool) -> tuple[int, int]:
-    """Bytes of the previous gradient of gac or matched_norm, for the `own` parameters whose
-    optimizer state a rank has: on the device, and in host memory where a GPU's is offloaded."""
+    """Return the bytes of the previous gradient of gac or matched_norm, for the `own` parameters
+    whose optimizer state a rank has: on the device, and in host memory if it is offloaded from a
+    GPU."""
     kept = {False: 0.0, True: 0.0}
     for control in config.controls:
         if isinstance(control, AlignmentSettings):
@@ -336,20 +337,21 @@ def reference_bytes(config: Config, own: int, *, on_gpu: bool) -> tuple[int, int
 
 
 def update_bytes(config: Config, own: int, largest: int) -> int:
-    """Bytes that gradient controls need besides: of the last update and its denominator, or of the
-    coming update and the displacement, in float32 and one parameter at a time, `largest` being the
-    most elements one has."""
-    # Controls walk over the parameters one at a time.
+    """Return the further bytes that gradient controls need: for the last update and its
+    denominator, or for the coming update and the displacement, in float32 and one parameter at a
+    time. `largest`: elements of the largest parameter."""
+    # Controls process one parameter at a time.
     return 2 * FLOAT32 * min(own, largest) if config.controls else 0
 
 
 def largest_parameter(shape: ModelShape, tensor: int) -> int:
-    """Elements of the largest weight on one rank, the embedding or the gated half of an MLP."""
+    """Return the elements of the largest weight on one rank: the embedding or the gated half of an
+    MLP."""
     return max(-(-shape.vocabulary // tensor), 2 * shape.intermediate // tensor) * shape.hidden
 
 
 def product_bytes(config: Config) -> int:
-    """Bytes that an engine keeps of a number of its layers' matrices."""
+    """Return the bytes in which an engine keeps a number of its layers' matrices."""
     quantised = config.rollout is not None and config.rollout.quantised
     return 1 if quantised else engine_bytes(config)
 
@@ -359,7 +361,7 @@ def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineM
     if rollout is None:
         raise ValueError("a supervised run has no engines")
     per_token = shape.kv_values_per_token * engine_bytes(config)
-    # On a GPU the cache is what vLLM finds left, which is not known here.
+    # On a GPU vLLM uses the remaining memory for the cache, which is not known here.
     cache = None if on_gpu else int(rollout.kv_cache_gib * GIB)
     tokens = None if cache is None else cache // per_token
     largest = max(shape.vocabulary, shape.intermediate, shape.heads * shape.head_dim)
@@ -379,7 +381,7 @@ def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineM
 
 
 CONTEXT_BYTES = GIB // 2
-"""A process's CUDA context with the kernels that it has loaded."""
+"""A process's CUDA context with its loaded kernels."""
 NCCL_OF_RANK_BYTES = GIB
 """Channels of the communicators of a rank: the world, and those of data, tensor, pipeline, context
 and expert parallelism."""
@@ -392,11 +394,11 @@ GRAPH_BYTES = 5 * GIB // 4
 """CUDA graphs and lasting buffers of an engine."""
 
 OverheadParts = tuple[tuple[str, int], ...]
-"""(what, bytes) of each."""
+"""(name, bytes) of each part."""
 
 
 def rank_overhead(config: Config) -> OverheadParts:
-    """Parts of the GPU of a trainer rank. A world of one has no communicator."""
+    """Return parts of the GPU of a trainer rank. A world of one has no communicator."""
     several = config.policy.parallel.ranks > 1
     return (
         ("the rank's CUDA context", CONTEXT_BYTES),
@@ -406,7 +408,7 @@ def rank_overhead(config: Config) -> OverheadParts:
 
 
 def engine_overhead(rollout: RolloutConfig) -> OverheadParts:
-    """Parts of each GPU of an engine, outside its share."""
+    """Return parts of each GPU of an engine, outside its share."""
     return (
         ("the engine's CUDA context", CONTEXT_BYTES),
         ("the engine's NCCL channels", NCCL_OF_WORKER_BYTES * (rollout.workers > 1)),
@@ -414,6 +416,6 @@ def engine_overhead(rollout: RolloutConfig) -> OverheadParts:
 
 
 def sleeping_overhead(rollout: RolloutConfig) -> OverheadParts:
-    """Parts of each GPU of an engine that sleeps, or has woken nothing but its weights."""
+    """Return parts of each GPU of an engine that sleeps, or has only woken its weights."""
     eager = bool(rollout.vllm.get("enforce_eager"))
     return (*engine_overhead(rollout), ("the engine's CUDA graphs", GRAPH_BYTES * (not eager)))

@@ -187,8 +187,8 @@ def _fp8(config: Config) -> str:
     fp8 = config.policy.fp8
     if fp8 is None:
         return ""
-    kept = "kept in 8 bits" if fp8.primary_weights else "in bfloat16, rounded in each pass"
-    return f"; products in 8 bits, {fp8.recipe}; their weights {kept}"
+    kept = "kept in FP8" if fp8.primary_weights else "in bfloat16, rounded in each pass"
+    return f"; FP8 GEMMs, {fp8.recipe}; their weights {kept}"
 
 
 def machine_line(machine: Machine) -> str:

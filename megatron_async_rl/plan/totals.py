@@ -1,7 +1,7 @@
 """Sums of a batch and of a whole run: samples, micro-batches, time, GPU-hours, tokens, epochs and
-bytes on disk; and settings under which a sample or a batch does not fit.
+bytes on disk; also problems of a sample or a batch that does not fit.
 
-Responses are taken to be half of rollout.sampling.max_tokens long, as in the estimate of a step.
+Responses are assumed to have half of rollout.sampling.max_tokens, as in the estimate of a step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class TrainingSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over `steps` steps. `gpus`: GPUs of all machines, 0 on CPUs; `used`: those of them that
-    have a rank or an engine. `sampled`: response tokens.
-    `trained`: tokens of prompts and responses that go through the policy's training passes.
-    `checkpoints`: most that exist at once, the one being written included."""
+    """Sums over `steps` steps. `gpus`: GPUs of all machines, 0 on CPUs; `used`: those with a rank
+    or an engine. `sampled`: response tokens. `trained`: tokens of prompts and responses in the
+    policy's training passes. `checkpoints`: largest number that exist at once, including the one
+    being written."""
 
     steps: int
     gpus: int
@@ -50,7 +50,7 @@ class Totals:
     samples: int
 
     def epochs(self, source: TrainingSource) -> float:
-        """Passes over the rows of a source."""
+        """Return the passes over the rows of a source."""
         # Shares are relative weights, as the mixture draws them.
         weights = sum(one.weight for one in self.sources)
         return self.prompts * source.weight / weights / source.rows
@@ -65,7 +65,7 @@ class Totals:
         return self.steps * step_s / HOUR_S
 
     def as_text(self, step_s: float | None) -> str:
-        """Lines for a screen. `step_s`: seconds of a step, null where they are not known."""
+        """Return lines for a screen. `step_s`: seconds of a step, null if unknown."""
         lines = [_time(self, step_s)]
         if idle := max(0, self.gpus - self.used):
             lines.append(
@@ -113,7 +113,7 @@ def totals(
         gpus=len(machine.gpus) * (machine.nodes + machine.engine_nodes) if device == "cuda" else 0,
         used=gpus_used(config, machine) if device == "cuda" else 0,
         prompts=steps * config.flow.prompts_per_step,
-        # Half of max_tokens per response: the true mean is known only afterwards.
+        # Half of max_tokens per response, because the true mean is known only afterwards.
         sampled=samples * segments * batch.response if rollout is not None else 0,
         trained=samples * segments * (batch.prompt + batch.response) * config.objective.epochs,
         sources=tuple(one for one in sources if one.rows),
@@ -154,7 +154,7 @@ def _number(value: float) -> str:
 
 
 def _count(tokens: int) -> str:
-    """A number of tokens: `512`, `3.4 thousand`, `1.2 million`, `5.1 billion`."""
+    """Format a number of tokens: `512`, `3.4 thousand`, `1.2 million`, `5.1 billion`."""
     for unit, word in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if tokens >= unit:
             return f"{tokens / unit:.3g} {word}"
@@ -169,7 +169,7 @@ def _bytes(count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLengths:
-    """Tokens of what the data holds: the longest prompt, the mean prompt, and how many prompts were
+    """Token counts of the data: the longest prompt, the mean prompt, and the number of prompts
     read."""
 
     longest: int
@@ -179,9 +179,9 @@ class PromptLengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The samples of one version. Micro-batch counts are per data-parallel rank, for going through
-    it once, with responses of half and of full length. `prompt` and `response`: tokens of a sample
-    at half length."""
+    """The samples of one version. Micro-batch counts are per data-parallel rank, for one pass, with
+    responses of half and of full length. `prompt` and `response`: tokens of a sample at half
+    length."""
 
     samples: int
     data_parallel: int
@@ -197,16 +197,16 @@ class Batch:
 
 
 def context_limit(config: Config, shape: ModelShape) -> int:
-    """Tokens of prompt + response: the model's own limit, or `rollout.max_context` below it."""
+    """Return the tokens of prompt + response: the model's limit, or `rollout.max_context` below
+    it."""
     if config.rollout is None or config.rollout.max_context is None:
         return shape.context
     return min(config.rollout.max_context, shape.context)
 
 
 def longest_sample(config: Config, shape: ModelShape | None, lengths: PromptLengths | None) -> int:
-    """Tokens of the longest possible prompt + response, as far as known."""
-    # Data with a longer one are refused: a micro-batch holds whole samples.
-    # A sample is never divided over micro-batches.
+    """Return the tokens of the longest possible prompt + response, as far as known."""
+    # A longer sample is refused, because a sample is never divided over micro-batches.
     limit = config.policy.tokens_per_micro_batch
     if shape is not None:
         limit = min(limit, context_limit(config, shape))

@@ -121,7 +121,7 @@ def moment_of(state: Mapping[str, Any], name: str) -> Tensor:
     if moment is None or (scaled and moment.dtype != torch.bfloat16):
         found = f"has {sorted(state)}" if moment is None else f"holds it as {moment.dtype}"
         raise StateMissing(
-            f"Adam's state of a parameter {found}, where {name} in float32 or bfloat16 is wanted"
+            f"Adam's state of a parameter {found}, where {name} in float32 or bfloat16 is needed"
         )
     return moment
 

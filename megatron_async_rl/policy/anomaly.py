@@ -77,7 +77,7 @@ FILE = "anomalies.jsonl"
 
 @dataclass(frozen=True)
 class Spike:
-    """norm: of the gradient before the controls. median: of the norms before it."""
+    """An anomalous gradient. norm: before the controls. median: of the norms before it."""
 
     norm: float
     median: float

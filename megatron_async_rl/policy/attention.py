@@ -325,7 +325,7 @@ def _band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _mask_of_last(length: int, total: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [length, total], added to the scores of a sequence's last tokens, the very last one
+    """Return [length, total], added to the scores of a sequence's last tokens, the last one
     first.
 
     Each of them attends to one token less than the previous one, so a row is the row above from its

@@ -236,7 +236,7 @@ def _arrays(
     if starts.min(initial=0) < 0:
         missing = batch.ids[int(chosen[starts.argmin()])].as_py()
         raise ValueError(
-            f"sample {missing!r} is another data-parallel rank's: no tokens of it here"
+            f"sample {missing!r} belongs to another data-parallel rank: its tokens are not here"
         )
 
     (count, length), line = sequences.shape(fed), sequences.starts(fed)

@@ -72,8 +72,8 @@ STATE = "parameter_state"
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """tensor: a box of a tensor of the model, which has `shape`; `offsets`: position of its first
-    element. padded: in another layout the tensor may have more or fewer rows, which are zeros."""
+    """A box of a tensor of the model, which has `shape`. `offsets`: position of its first element.
+    padded: in another layout the tensor may have more or fewer rows, which are zeros."""
 
     tensor: Tensor
     offsets: tuple[int, ...]

@@ -81,9 +81,9 @@ def install(device: str) -> str:
     if chosen == "cuda":
         if not torch.cuda.is_available():
             raise RuntimeError(
-                "the policy is to run on CUDA, and torch sees no CUDA device (torch"
+                "the policy should run on CUDA, and torch sees no CUDA device (torch"
                 f" {torch.__version__}, built for CUDA {torch.version.cuda}); set policy.device:"
-                " cpu, or see `mar doctor` for what keeps CUDA away"
+                " cpu, or see `mar doctor` for what makes CUDA unavailable"
             )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         # From compute capability 9.0 on torch prefers cuDNN's attention, which compiles a plan for

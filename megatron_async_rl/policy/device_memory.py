@@ -39,7 +39,8 @@ class StateReleased(RuntimeError):
 
 
 class _MovedTensor(NamedTuple):
-    """tensor: now its twin in host memory. place: the original, whose storage is empty."""
+    """A released tensor. tensor: now its twin in host memory. place: the original, without
+    storage."""
 
     tensor: Tensor
     place: Tensor
@@ -126,8 +127,8 @@ class DeviceMemory:
         """Raise StateReleased if the training state is released."""
         if self._released:
             raise StateReleased(
-                "the policy's optimizer state is in host memory and its gradients are given up:"
-                " `restore` comes before a training step"
+                "the policy's optimizer state is in host memory and its gradients are released:"
+                " call `restore` before a training step"
             )
 
     def held(self) -> dict[str, int]:
@@ -215,5 +216,5 @@ def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
         ]
     except RuntimeError as error:
         needed = sum(tensor.nbytes for tensor in tensors) / 2**30
-        error.add_note(f"{needed:.1f} GiB of host memory are needed for training state meanwhile")
+        error.add_note(f"{needed:.1f} GiB of host memory are needed for the training state")
         raise

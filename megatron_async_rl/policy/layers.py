@@ -13,7 +13,7 @@ Invariants:
   leaves a rank use canonical ones, and checkpoints have CHECKPOINT_KEYS for both families;
 - a parameter has the same shape and the same cut over tensor-parallel ranks in both, so a parameter
   that one family has loaded, exported or saved fits the other bit for bit;
-- supported.py lists the models and settings that a family does not compute; no layer here
+- families/__init__.py lists the models and settings that a family does not compute; no layer here
   approximates one.
 
 Local layers on CUDA use NVIDIA Apex's kernels if Apex is built with its extensions:

@@ -108,7 +108,8 @@ def _kept_chunks(dtype: torch.dtype, precision: torch.dtype) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Settings:
-    """first, valid: this rank's rows of the vocabulary. kept: tokens whose softmax is kept."""
+    """Settings of one call. first, valid: this rank's rows of the vocabulary. kept: number of
+    tokens whose softmax is kept."""
 
     temperature: float
     chunk: int

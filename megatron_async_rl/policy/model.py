@@ -345,7 +345,7 @@ def refuse_mixed(families: Sequence[str]) -> None:
     if len(set(families)) > 1:
         without = [str(rank) for rank, family in enumerate(families) if family == "local"]
         what = (
-            f"ranks {', '.join(without)} cannot take Transformer Engine's layers, and the others do"
+            f"ranks {', '.join(without)} cannot use Transformer Engine's layers, and the others do"
         )
         fix = "install the same version on every machine, or set local"
         raise UserError.of("policy.layers", what, fix)

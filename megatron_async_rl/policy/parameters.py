@@ -265,7 +265,7 @@ def stage_entries(
             if local_name.startswith(NOT_EXPORTED) or (ADAPTER in local_name) != adapters:
                 continue
             numbered = global_names[local_name]
-            # Megatron marks experts as cut over expert-tensor-parallel ranks. There is always one.
+            # Megatron marks experts as cut over expert-tensor-parallel ranks; there is only one.
             cut = (
                 bool(getattr(parameter, "tensor_model_parallel", False))
                 and EXPERT.search(numbered) is None

@@ -118,8 +118,8 @@ class Policy:
         `anomalies`: file for the causes of anomalous gradients.
         """
         model = build_model(model_config, policy_config, layout, objective_config.value, seed=seed)
-        # Order: DDP allocates the buffers, the optimizer's shards are views of them, and then the
-        # masters are read from the files.
+        # In this order: DDP allocates the buffers, the optimizer's shards are views of them, and
+        # masters are then read from the files.
         wrapped = wrap_for_gradients(model.chunks, policy_config)
         optimizer = build_optimizer(wrapped, policy_config, DTYPES[model_config.dtype])
         # Before any copy, because references and snapshots copy the masters of FP8 models.

@@ -393,7 +393,7 @@ def reserve(gpus: Sequence[str], node: str, host: str) -> Any:
         ray.kill(holder)
         raise TrainerDevicesTaken(
             f"the trainer's ranks use GPUs {', '.join(gpus)} of {host}, and Ray has assigned some"
-            f" of them to others; free are {', '.join(sorted(held))}; {fix}"
+            f" of them to others; these are free: {', '.join(sorted(held))}; {fix}"
         )
     return holder
 

@@ -1,9 +1,8 @@
-"""Files of the sample log: checksummed frames, the names in `RUN/samples/`, and the mark of what is
-on the disk.
+"""Storage of the sample log: files of checksummed frames, and the mark of the part on disk.
 
     frame   header (24 bytes, little endian), then the payload
     header  kind      4 bytes   ROWS or END
-            number    uint32    place of the frame in the file, from 0
+            number    uint32    index of the frame in the file, from 0
             length    uint64    bytes of the payload
             payload   uint32    CRC-32 of the payload
             header    uint32    CRC-32 of the 20 bytes before
@@ -16,21 +15,21 @@ Invariants:
 - a `.segment` file ends with its END frame: any other end, and any checksum that does not match, is
   damage and raises SegmentBroken;
 - an `.open` file may end within its last frame (the process was killed, or is writing it), or in
-  zeros from somewhere within it (the machine lost power: the file has its length, and its last
-  blocks were not written). That torn tail was never synced. Everything else is damage, zeros before
-  another frame included;
-- a header has a checksum of its own, so a changed length cannot pass for a torn tail;
-- a file that is damaged is never written again. Only a torn tail is cut off (`finish`);
-- a file without rows is closed like any other: a file that is missing was deleted.
+  zeros from somewhere within it (the machine lost power: the file has its full length, but its last
+  blocks were not written). That torn tail was never synced. Everything else is damage, including
+  zeros before another frame;
+- a header has a separate checksum, so a changed length cannot be mistaken for a torn tail;
+- a damaged file is never written again. Only a torn tail is cut off (`finish`);
+- a file without rows is closed like any other, so a missing file was deleted.
 
-`RUN/logmark.json` records how far the log is on the disk for certain. The writer replaces it when a
-segment is closed and with every checkpoint, which keeps a copy; a log that ends before its mark has
-lost rows.
+`RUN/logmark.json` records the part of the log that is certainly on disk. The writer replaces it
+when a segment is closed and with every checkpoint, which keeps a copy; a log that ends before its
+mark has lost rows.
 
 Invariants of the mark:
-- a mark is written after the rows that it counts are synced, so a killed run or a power failure
-  never leaves less than its mark;
-- it lies next to `RUN/samples/`, so that the loss of the whole folder is noticed;
+- a mark is written after the rows that it counts are synced, so after a kill or a power failure the
+  log has at least the rows of its mark;
+- the mark is next to `RUN/samples/`, so that the loss of the whole folder is noticed;
 - a log without a mark, written by an earlier version, is read without this check.
 """
 
@@ -54,8 +53,8 @@ _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _READ = 2**20
 TORN_ZEROS = 8
-"""Zeros at the end of a file from which on its last frame counts as not written. A frame ends in
-fewer: an Arrow stream ends in 4, and a header has a checksum."""
+"""Number of zeros at the end of a file from which on its last frame counts as not written. A frame
+ends in fewer: an Arrow stream ends in 4, and a header has a checksum."""
 
 RESTORE = (
     "restore it from a copy, or move both files with its number out of the folder: the rest can be"
@@ -73,7 +72,7 @@ _FOLDER_FIX = "restore it from a copy, or move it away: the rest of the run can 
 
 
 class SegmentBroken(ValueError):
-    """A file of the log is damaged, or holds something else. `what` completes the sentence that
+    """A file of the log is damaged, or contains something else. `what` completes a sentence that
     begins with the file's name."""
 
     def __init__(self, path: Path, what: str, fix: str = RESTORE) -> None:
@@ -90,9 +89,9 @@ class FrameWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        """Bytes of the whole frames."""
+        """Size of the whole frames in bytes."""
         self._number = 0
-        # Unbuffered: bytes that could not be written must not be kept to fail again later.
+        # Unbuffered: bytes that could not be written must not be kept, to fail again later.
         # "x": an existing file belongs to another writer.
         self._file: BinaryIO = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
 
@@ -110,14 +109,14 @@ class FrameWriter:
 
     def close(self, to: Path | None = None) -> None:
         """Mark the end, and rename the file in one step: to `to`, or from `.open` to `.segment`."""
-        # The end mark, then fsync, then the name: a .segment file is always whole.
+        # The end mark, then fsync, then the name, so that a .segment file is always whole.
         self._append(END, b"")
         self.sync()
         self._file.close()
         _rename(self.path, to or self.path.with_suffix(CLOSED))
 
     def abandon(self) -> None:
-        """Close the file without its last, incomplete frame. Raises OSError if even that is
+        """Close the file without its last, incomplete frame. Raises OSError if even this is
         impossible; `finish` can do it later."""
         if self._file.closed:
             return
@@ -130,14 +129,14 @@ class FrameWriter:
             self._file.close()
 
     def remove(self) -> None:
-        """Remove the file, which has no rows yet."""
+        """Remove the file, which must have no rows."""
         self._file.close()
         self.path.unlink(missing_ok=True)
 
     def _append(self, kind: bytes, payload: bytes) -> None:
         content = memoryview(_header(kind, self._number, payload) + payload)
         while content:
-            # An unbuffered write may take a part only, as on a full disk.
+            # An unbuffered write may write only a part, as on a full disk.
             content = content[self._file.write(content) :]
         self._number += 1
         self.size += HEADER_BYTES + len(payload)
@@ -146,8 +145,8 @@ class FrameWriter:
 def read_frames(
     path: Path, *, torn: bool = False, wanted: Collection[int] | None = None, minimum: int = 0
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, payload) of the frames, in order, or of the `wanted` ones. `torn`: the file
-    may have a torn tail, after at least `minimum` frames. Raises SegmentBroken,
+    """Yield (number, payload) of the frames, in order, or only of the `wanted` ones. `torn`: the
+    file may have a torn tail, after at least `minimum` frames. Raises SegmentBroken,
     FileNotFoundError."""
     count = 0
     with _opened(path) as file:
@@ -156,10 +155,10 @@ def read_frames(
                 file.seek(length, os.SEEK_CUR)
             else:
                 payload = file.read(length)
-                # The header was whole and the payload is not.
+                # The header is whole, but the payload is not.
                 if torn and len(payload) < length:
-                    break  # its writer has just cut off the tail
-                # Zeros to the end of the file are blocks that a power failure left unwritten.
+                    break  # the writer has just cut off the tail
+                # Zeros up to the end of the file are blocks left unwritten by a power failure.
                 if zlib.crc32(payload) != checksum:
                     if torn and _unwritten(payload) and _zeros_to_the_end(file) is not None:
                         break
@@ -172,7 +171,7 @@ def read_frames(
 
 
 def count_frames(path: Path) -> int:
-    """Return the number of complete frames in a file. Reads headers alone. Raises SegmentBroken for
+    """Return the number of complete frames in a file. Reads only headers. Raises SegmentBroken for
     a damaged file, FileNotFoundError."""
     count = 0
     with _opened(path) as file:
@@ -183,16 +182,15 @@ def count_frames(path: Path) -> int:
 
 
 def finish(path: Path, minimum: int = 0) -> None:
-    """Close an `.open` file that another process left behind, after cutting off its torn tail.
-    Raises SegmentBroken, and leaves the file as it is, for damage and for a file that had `minimum`
-    frames and has fewer."""
+    """Close an `.open` file of another process, after cutting off its torn tail. Raises
+    SegmentBroken, and leaves the file unchanged, for damage and for a file with fewer than
+    `minimum` frames."""
     whole = count = 0
     for number, payload in read_frames(path, torn=True, minimum=minimum):
         whole += HEADER_BYTES + len(payload)
         count = number + 1
     with open(path, "r+b", buffering=0) as file:
-        # Only after every frame before it was read without an error.
-        # The torn tail goes; nothing before it changes.
+        # Only after every frame before it was read without an error. Only the torn tail is removed.
         file.truncate(whole)
         file.seek(whole)
         file.write(_header(END, count, b""))
@@ -226,7 +224,7 @@ def sync_folder(folder: Path) -> None:
 
 def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, int, int]]:
     """Yield (number, length, checksum) of each ROWS frame, with `file` at its payload. The caller
-    leaves `file` behind the payload."""
+    must leave `file` behind the payload."""
     size = os.fstat(file.fileno()).st_size
     number = 0
     while True:
@@ -237,13 +235,13 @@ def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, i
                 return
             raise SegmentBroken(path, "is damaged: it ends before its end mark")
         kind, found, length, checksum = _FIELDS.unpack_from(header)
-        # The header is checked before its length is believed.
+        # The header is checked before its length is used.
         if zlib.crc32(header[: _FIELDS.size]) != _CHECKSUM.unpack_from(header, _FIELDS.size)[0]:
             zeros = _zeros_to_the_end(file) if torn else None
             if zeros is not None and _unwritten(header + zeros):
                 return
             raise SegmentBroken(path, f"is damaged: the header at byte {start} is not valid")
-        # A frame of another place: blocks were exchanged or repeated.
+        # A frame from another position: blocks were exchanged or repeated.
         if found != number or kind not in (ROWS, END):
             raise SegmentBroken(path, f"is damaged: frame {number} at byte {start} is another one")
         if kind == END:
@@ -260,7 +258,7 @@ def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, i
 
 
 def _zeros_to_the_end(file: BinaryIO) -> bytes | None:
-    """Return the rest of a file, at most TORN_ZEROS bytes, if it is zeros alone; else None."""
+    """Return the rest of a file, at most TORN_ZEROS bytes, if it contains only zeros; else None."""
     count = 0
     while block := file.read(_READ):
         if block.strip(b"\0"):
@@ -270,8 +268,7 @@ def _zeros_to_the_end(file: BinaryIO) -> bytes | None:
 
 
 def _unwritten(tail: bytes) -> bool:
-    """Return True for the last bytes of a file whose end was not written before the machine lost
-    power."""
+    """Return True if the last bytes of a file were not written before the machine lost power."""
     return len(tail) - len(tail.rstrip(b"\0")) >= TORN_ZEROS
 
 
@@ -298,8 +295,8 @@ _MARK_FIX = "restore it from a copy, or remove it: the end of the log is then no
 
 @dataclass(frozen=True, kw_only=True)
 class LogMark:
-    """The newest segment that is on the disk, and how many batches each of its two files has at
-    least. `closed`: both files are closed."""
+    """The newest segment that is on disk, and the minimum number of batches of each of its two
+    files. `closed`: both files are closed."""
 
     segment: int
     closed: bool
@@ -321,14 +318,14 @@ class LogMark:
     def of(cls, fields: Mapping[str, Any]) -> LogMark:
         """Read the result of `as_json`. Raises ValueError."""
         kinds = {name: type(value) for name, value in fields.items()}
-        # type() and not isinstance: true is an int in Python.
+        # type() and not isinstance, because true is an int in Python.
         if kinds != {"segment": int, "closed": bool, "samples": int, "outcomes": int}:
             raise ValueError(f"a mark has other fields than {', '.join(kinds)}")
         return cls(**fields)
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:
-    # Sorted: the order of the file's keys must not matter.
+    # Sorted, because the order of the file's keys must not matter.
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 

@@ -365,7 +365,7 @@ class OpenSegment:
                 self._files.append(FrameWriter(path_of(folder, table, number, OPEN)))
             sync_folder(folder)
         except OSError:
-            # Closed, a first file without the second would be damage.
+            # A closed first file without the second would count as damage.
             for file in self._files:
                 file.remove()
             raise
@@ -388,7 +388,7 @@ class OpenSegment:
             file.sync()
 
     def mark(self, *, closed: bool) -> LogMark:
-        """Return the mark of what was written so far."""
+        """Return the mark of the rows written so far."""
         samples, outcomes = (file.frames for file in self._files)
         return LogMark(segment=self.number, closed=closed, samples=samples, outcomes=outcomes)
 

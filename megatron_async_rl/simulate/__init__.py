@@ -1,2 +1,1 @@
-"""Predictions: how fast a config would run, and how old its samples would be, without running
-it."""
+"""Predictions of a config's speed and of the age of its samples, without a run."""

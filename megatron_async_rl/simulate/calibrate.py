@@ -1,12 +1,13 @@
 """Rates and lengths of a run, from its own logs: metrics.jsonl, samples/, timeline/.
 
-    decoding an engine's busy seconds against its steps, tokens and new responses training the
-    seconds of each step against its tokens overlap how much slower either side is while the other
-    works the rest means, from span to span of the timelines
+    decoding    fit of an engine's busy seconds to its steps, tokens and new responses
+    training    fit of the seconds of each step to its tokens
+    overlap     how much slower either side is while the other works
+    others      means over the spans of the timelines
 
 Invariants:
-- the first fifth of the steps does not count, nor the end, when nothing more is admitted;
-- what a run cannot show is assumed, and `RunCalibration.as_text` reports it.
+- the first fifth of the steps does not count, nor the end, when no more prompts are admitted;
+- a rate that a run cannot show is assumed, and `RunCalibration.as_text` reports it.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ Measurements = NDArray[np.float64]
 
 LEAST_STEPS = 6
 NEWEST_STEPS = 20_000
-"""Last steps that the rates of a longer run are taken from."""
+"""Number of last steps of a longer run from which rates are derived."""
 TOGETHER_S = 0.02
-"""Responses that begin nearer to each other than this are one burst."""
+"""Responses that begin within this time of each other are one burst."""
 SLOWER = np.linspace(0.0, 0.8, 161)
 """Candidate slow-downs of one side by the other, as shares."""
 SEEN = 0.2
-"""Standard deviation of the share of a step, or a response, that overlaps with the other side's
-work. With less, its effect cannot be fitted."""
+"""Smallest standard deviation of the share of a step, or a response, that overlaps with the other
+side's work, from which its effect can be fitted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCalibration:
-    """`ranks`: the trainer's, in the run. `residual`: root mean square of what the fit of decoding
-    leaves, relative to a response's seconds. `assumed`: rates that the run could not show."""
+    """Calibration of the simulation. `ranks`: the trainer's, in the run. `residual`: root mean
+    square of the residual of the decoding fit, relative to a response's seconds. `assumed`: rates
+    that the run could not show."""
 
     rates: SimulationRates
     lengths: ResponseLengths
@@ -57,10 +59,11 @@ class RunCalibration:
     assumed: tuple[str, ...]
 
     def rates_of(self, config: Config) -> SimulationRates:
-        """Rates for `config`: the time of training is inversely proportional to the ranks."""
+        """Return the rates for `config`: the training time is inversely proportional to the
+        ranks."""
         assert config.rollout is not None
         token_s = self.rates.train_token_s * self.ranks / config.policy.parallel.ranks
-        # Only what depends on the config changes; decoding is the hardware's.
+        # Only the part that depends on the config changes; decoding depends on the hardware.
         return replace(self.rates, train_token_s=token_s, places=config.rollout.max_concurrent)
 
     def as_text(self) -> str:
@@ -82,16 +85,16 @@ class RunCalibration:
 
 
 def calibrate(runs: Sequence[Path], cores: int | None) -> RunCalibration:
-    """Calibrate the simulation by runs on one machine. A synchronous and an overlapping run
-    together show how trainer and engines slow each other. `cores`: the cores that they shared,
-    from which the slow-down follows if no log shows it; null if they shared none. Raises
-    UserError for a run that shows too little."""
+    """Calibrate the simulation with runs on one machine. A synchronous and an overlapping run
+    together show how much trainer and engines slow each other. `cores`: the cores that they shared,
+    from which the slow-down follows if no log shows it; null if they shared none. Raises UserError
+    for a run with too little data."""
     logs = [_RunLog(run) for run in runs]
     first, processes = logs[0], logs[0].ranks + len(logs[0].engines)
     # Times of different layouts cannot be averaged.
     if any(one.ranks != first.ranks for one in logs):
         raise UserError.of("--from", "the runs have different policy.parallel.ranks", "name one")
-    # Processes that share cores evenly; the default if no log shows the effect.
+    # Default if no log shows the effect: processes share cores evenly.
     slower = 1.0 - min(1.0, (cores or processes) / processes)
     token_s, spread, trainer_slower = _fit_training(logs, slower)
     (fixed, each, prompt_s), residual, engine_slower = _fit_decoding(logs, slower)
@@ -125,15 +128,15 @@ def calibrate(runs: Sequence[Path], cores: int | None) -> RunCalibration:
 
 def _lacks(run: Path, what: str) -> UserError:
     fix = "name a run with samples.keep_mib above 0, after some dozen steps"
-    return UserError.of("--from", f"{run} holds {what}: too little to take rates from", fix)
+    return UserError.of("--from", f"{run} holds {what}: too little to derive rates", fix)
 
 
 class _RunLog:
-    """One run: the rows and spans of the steps that count, and the samples of all, [n] by what the
-    log has of each."""
+    """One run: the rows and spans of the steps that count, and the samples of all steps, an array
+    [n] for each column of the log."""
 
     def __init__(self, run: Path) -> None:
-        """Raises UserError."""
+        """Raise UserError for a run with too little data."""
         if not (run / "metrics.jsonl").is_file():
             raise _lacks(run, "no metrics.jsonl")
         rows = read_newest(run, NEWEST_STEPS)
@@ -143,7 +146,7 @@ class _RunLog:
             self.places = tree["rollout"]["max_concurrent"]
         except (OSError, UnicodeDecodeError, KeyError, TypeError, YamlFault):
             raise _lacks(run, "no config.yaml of a run that samples") from None
-        # Warm-up at the start; at the end engines run dry.
+        # Without the warm-up at the start, and the end, at which engines run out of work.
         self.rows = rows[len(rows) // 5 : len(rows) - math.ceil(ratio) - 1]
         if len(self.rows) < LEAST_STEPS:
             raise _lacks(run, f"only {len(rows)} steps")
@@ -157,7 +160,7 @@ class _RunLog:
         self.engines = {
             int(name.partition("-")[2]): track for name, track in tracks.items() if track
         }
-        # Both sides are needed: rates come from their overlap.
+        # Both sides are needed, because rates are derived from their overlap.
         if not self.rank0 or not self.engines:
             raise _lacks(run, "no timeline of trainer and engines")
         self.training = [span for span in self.rank0 if span.state == "training"]
@@ -168,11 +171,11 @@ class _RunLog:
         self.samples = _read_samples(run)
 
     def lengths(self) -> ResponseLengths:
-        """Lengths of every group, those of the first steps included: lengths are the model's, not
-        the machine's."""
+        """Return the lengths of every group, including those of the first steps, because lengths
+        depend on the model, not on the machine."""
         group = self.samples["group"]
         order = np.argsort(group, kind="stable")
-        # Group by group: responses to one prompt have similar lengths.
+        # Group by group, because responses to one prompt have similar lengths.
         cuts = np.flatnonzero(np.diff(group[order])) + 1
         length, prompt = self.samples["length"][order], self.samples["prompt"][order]
         equal, kept = (
@@ -185,8 +188,8 @@ class _RunLog:
         )
 
     def takes(self, slower: float) -> list[float]:
-        """Seconds of each batch: the trainer's work from its last response, or where that was there
-        before, from the end of the step before, to its step."""
+        """Return the seconds of the trainer between each batch's last response, or the end of the
+        previous step if that is later, and the batch's step."""
         ends, found = np.sort(self.samples["ended"]), []
         for before, span in itertools.pairwise(self.rank0):
             if span.state == "training" and before.waiting_for == "batch":
@@ -201,7 +204,8 @@ class _RunLog:
         return [one.seconds - slower * _overlap(one, self.training) for one in self.loading]
 
     def asks(self) -> list[float]:
-        """From new weights to the first response, of engines that had none meanwhile."""
+        """Return the times from new weights to the first response, for engines that had none
+        meanwhile."""
         return [
             idle.seconds
             for spans in self.engines.values()
@@ -231,8 +235,8 @@ def _read_samples(run: Path) -> dict[str, NDArray[Any]]:
 def _fit_training(
     logs: Sequence[_RunLog], assumed: float
 ) -> tuple[float, tuple[float, ...], float | None]:
-    """Seconds of a token, factors of the steps' variation, and the slow-down by an engine, None if
-    the data does not show it."""
+    """Return seconds per token, factors of the steps' variation, and the slow-down by an engine
+    (None if the data does not show it)."""
     steps = []
     for log in logs:
         ends = np.array([span.end for span in log.training])
@@ -251,14 +255,14 @@ def _fit_training(
 
 
 def _slower(seconds: Measurements, beside: Measurements, done: Measurements) -> float | None:
-    """Slow-down of one side while the other works, as a share, fitted to pieces of its work of
-    `seconds`, including `beside` seconds of overlap with the other; None if the data does not show
-    it:
+    """Return the slow-down of one side while the other works, as a share; None if the data does not
+    show it. It is fitted to pieces of its work of `seconds`, including `beside` seconds of overlap
+    with the other side:
 
-    log(seconds of what is done) = log(seconds of it alone) - log(1 - slower x share of overlap)
+    log(seconds of the work) = log(its seconds alone) - log(1 - slower x share of overlap)
     """
     share, used = beside / seconds, done > 0
-    # Without variation of the overlap its effect and the rate are the same number.
+    # Without variation of the overlap, its effect cannot be separated from the rate.
     if np.std(share) < SEEN:
         return None
     took, share, weight = np.log(seconds[used] / done[used]), share[used], seconds[used]
@@ -267,18 +271,18 @@ def _slower(seconds: Measurements, beside: Measurements, done: Measurements) -> 
         alone = took + np.log(1 - slower * share)
         return float(np.cov(alone, aweights=weight))
 
-    # The slow-down that leaves no correlation with the overlap.
+    # Choose the slow-down whose residual does not correlate with the overlap.
     return float(min(SLOWER, key=left))
 
 
 def _fit_decoding(
     logs: Sequence[_RunLog], assumed: float
 ) -> tuple[tuple[float, float, float], float, float | None]:
-    """(fixed, each, of a new response), what the fit leaves, and by how much the trainer slows an
-    engine, None where that was not to be seen; over pieces of the engines' time:
+    """Return (fixed, each, per new response), the residual of the fit, and the slow-down of an
+    engine by the trainer (None if the data does not show it), over pieces of the engines' time:
 
-    busy seconds - slower x those of overlap
-        = fixed x steps + each x tokens + of a new response x responses that begin
+    busy seconds - slower x overlapping seconds
+        = fixed x steps + each x tokens + per new response x responses that begin
     """
     pieces = [_pieces(log, index, spans) for log in logs for index, spans in log.engines.items()]
     busy, beside, steps, tokens, begun = np.concatenate(pieces, axis=1)
@@ -287,7 +291,8 @@ def _fit_decoding(
     table = np.stack([steps, tokens, begun], axis=1)
 
     def fit(slower: float) -> tuple[float, Measurements]:
-        """The remainder, relative to each piece, and the three rates, which are not negative."""
+        """Return the residual, relative to each piece, and the three rates, which are not
+        negative."""
         work = busy - slower * beside
         best, minimum = np.zeros(3), math.inf
         for used in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
@@ -296,7 +301,7 @@ def _fit_decoding(
             left = float(np.sqrt(np.mean((1 - table @ found / work) ** 2)))
             if (found >= 0).all() and left < minimum:
                 best, minimum = found, left
-        # In all an engine takes what it was seen to take.
+        # Scaled so that an engine's total time equals the measured one.
         return minimum, best * work.sum() / (table @ best).sum()
 
     slower = _slower(busy, beside, begun)
@@ -310,9 +315,9 @@ def _fit_decoding(
 
 
 def _pieces(log: _RunLog, engine: int, spans: Sequence[Span]) -> Measurements:
-    """[5, n]: an engine's time from where responses begin together, or new weights are there, to
-    where that happens next: busy seconds, those of overlap with the trainer, steps, tokens,
-    responses that begin."""
+    """Return [5, n]: an engine's time, divided at the moments at which responses begin together or
+    new weights arrive: busy seconds, seconds of overlap with the trainer, steps, tokens, responses
+    that begin."""
     of, training = log.samples, log.training
     kept = (of["begun"] >= spans[0].start) & (of["ended"] <= spans[-1].end)
     kept &= of["engine"] == engine
@@ -320,7 +325,7 @@ def _pieces(log: _RunLog, engine: int, spans: Sequence[Span]) -> Measurements:
     begun, ended, length = (of[name][order] for name in ("begun", "ended", "length"))
     if not len(begun):
         return np.zeros((5, 0))
-    # What had no place waited until enough others had ended.
+    # A response without a slot waited until enough others had ended.
     held = log.places
     begun[held:] = np.maximum(begun[held:], np.sort(ended)[: max(0, len(ended) - held)])
     spans_busy = [span for span in spans if span.state == "busy"]
@@ -351,20 +356,21 @@ def _pieces(log: _RunLog, engine: int, spans: Sequence[Span]) -> Measurements:
     seconds, beside, steps, tokens = (np.diff(until(cuts, one)) for one in sums)
     place = np.minimum(np.searchsorted(cuts, begun, side="right") - 1, len(cuts) - 2)
     own = until(np.minimum(ended, cuts[place + 1]), busy) - until(begun, busy)
-    # What is there from a piece's beginning to its end has made a token in each step.
+    # A response that spans a whole piece has made a token in each step.
     np.maximum.at(steps, place, rate * own)
     begin = np.bincount(place, minlength=len(steps)).astype(np.float64)
     return np.stack([seconds, beside, steps, tokens, begin])[:, seconds > 1e-4]
 
 
 def _within(times: Measurements, spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """`spans` follow each other."""
+    """Return the times that are within a span. `spans` follow each other."""
     starts, ends = ([getattr(span, key) for span in spans] for key in ("start", "end"))
     inside: NDArray[np.bool_] = np.searchsorted(starts, times) > np.searchsorted(ends, times)
     return inside
 
 
 def _overlap(span: Span, others: Sequence[Span]) -> float:
-    """Seconds of `span` in which one of the others was; of several engines' at most all."""
+    """Return the seconds of `span` in which one of the others was active; for several engines at
+    most all of them."""
     inside = (min(span.end, one.end) - max(span.start, one.start) for one in others)
     return min(span.seconds, sum(seconds for seconds in inside if seconds > 0))

@@ -1,11 +1,11 @@
-"""`mar simulate`: a config at several `async_ratio`s, or the best division of a number of GPUs: how
-many train, how many sample, how far ahead, and in which buckets weights travel.
+"""`mar simulate`: evaluates a config at several `async_ratio`s, or finds the best division of a
+number of GPUs: how many train, how many sample, how far ahead, and the bucket size of weights.
 
 Invariants:
-- all choices are judged by the same lengths and the same seed;
-- what `mar plan` refuses is not simulated;
-- of a large fleet a part is simulated: some engines with their prompts, while trainer and weights
-  take what they take of the whole.
+- all choices are compared with the same lengths and the same seed;
+- configurations that `mar plan` refuses are not simulated;
+- of a large fleet only a part is simulated: some engines with their prompts, while trainer and
+  weights need the same time as for the whole fleet.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from megatron_async_rl.simulate.simulation import SimulationResult, simulate
 
 RATIOS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 SAMPLES, ENGINES, LEAST_ENGINES = 512, 8, 4
-"""Largest step and fleet that are simulated in full. For larger ones a part stands for all, with
-several engines, because engines load one after the other."""
+"""Largest step and fleet that are simulated in full. For larger ones a part represents all, with
+several engines, because engines load one after another."""
 CLOSE = 0.98
-"""Speeds within this of the fastest are as good: then fresher samples count."""
+"""Speeds within this share of the fastest count as equal, and then fresher samples win."""
 SPLITS = 4
 HALVES = {
     "trainer": ("train_s", "train_token_s"),
@@ -70,16 +70,16 @@ class Trial:
 
     @cached_property
     def outcome(self) -> SimulationResult:
-        # Cached: the table, the choice and the curves read it several times.
+        # Cached, because the table, the choice and the curves read it several times.
         return self._simulated(self.rates)
 
     @cached_property
     def binds(self) -> str:
-        """Text with the relative gain of a step if a part took half as long, starting with the
-        part that gains most."""
+        """Text with the relative gain of a step if a part took half as long, starting with the part
+        that gains most."""
         gains = {}
         for part, names in HALVES.items():
-            # Halving a part shows what binds better than its share of the time.
+            # Halving a part shows its influence better than its share of the time.
             half = {name: _half(getattr(self.rates, name)) for name in names}
             step_s = self._simulated(replace(self.rates, **half)).step_s
             gains[part] = max(0.0, 1 - step_s / self.outcome.step_s)
@@ -96,7 +96,7 @@ class Trial:
 
     @property
     def speed(self) -> float:
-        """Tokens a second of each GPU."""
+        """Tokens per second of each GPU."""
         return self.outcome.tokens_per_s / self.gpus
 
     @property
@@ -105,7 +105,7 @@ class Trial:
 
     @property
     def trains(self) -> float:
-        """Share of the GPUs that trains."""
+        """Share of the GPUs that train."""
         return self.config.policy.parallel.ranks / self.gpus
 
     def cells(self) -> list[str]:
@@ -113,7 +113,7 @@ class Trial:
 
     def _simulated(self, rates: SimulationRates) -> SimulationResult:
         flow, rollout = self.config.flow, engines_of(self.config)
-        # A part of a large fleet, whose trainer still pays for the whole batch.
+        # A part of a large fleet, whose trainer still needs the time of the whole batch.
         engines, prompts = part_of(flow.prompts_per_step, flow.group_size, rollout.engines)
         whole = flow.prompts_per_step / prompts
         outcome = simulate(
@@ -148,8 +148,8 @@ def _half(value: Any) -> Any:
 
 
 def part_of(prompts: int, group_size: int, engines: int) -> tuple[int, int]:
-    """(engines, prompts) that stand for the whole: few enough to simulate one by one, each engine
-    with its share of the prompts, as nearly as whole prompts permit."""
+    """Return (engines, prompts) that represent the whole fleet: few enough to simulate one by one,
+    each engine with its share of the prompts, as nearly as whole prompts permit."""
     # Small enough to simulate in full.
     if engines <= ENGINES and prompts * group_size <= 2 * SAMPLES:
         return engines, prompts
@@ -159,20 +159,20 @@ def part_of(prompts: int, group_size: int, engines: int) -> tuple[int, int]:
     def off(count: int) -> float:
         return abs(math.log(max(1, round(prompts * count / engines)) * engines / (prompts * count)))
 
-    # The count whose prompts per engine round the least.
+    # The count whose prompts per engine need the least rounding.
     count = min(counts, key=lambda count: (off(count), -count))
     return count, max(1, round(prompts * count / engines))
 
 
 def changed(config: Config, section: str, **values: Any) -> Config:
-    """`config` with other values in a section."""
+    """Return `config` with other values in a section."""
     # Not validated again: the caller plans the result.
     part = getattr(config, section).model_copy(update=values)
     return config.model_copy(update={section: part})
 
 
 def ahead(config: Config, ratio: float) -> Config:
-    """`config` at another async_ratio. Raises UserError for a division that is not possible."""
+    """Return `config` with another async_ratio. Raises UserError for an impossible division."""
     flow, key = config.flow, "--async-ratio"
     if isinstance(flow.selection, ExactLag) and ratio != flow.async_ratio:
         fix = "leave it out, or choose another flow.selection"
@@ -190,7 +190,7 @@ def engines_of(config: Config) -> RolloutConfig:
 
 
 def gpus_of(config: Config) -> int:
-    """That trainer and engines have."""
+    """Return the number of GPUs of trainer and engines."""
     rollout = engines_of(config)
     return config.policy.parallel.ranks + rollout.engines * rollout.workers
 
@@ -203,8 +203,8 @@ def predict_from_run(
     seed: int,
     console: Console,
 ) -> None:
-    """Simulate `config` with the rates of `runs`. With several `ratios`, the first run keeps the
-    curves for `mar report`. Raises UserError."""
+    """Simulate `config` with the rates of `runs`. With several `ratios`, the curves are stored in
+    the first run for `mar report`. Raises UserError."""
     _require_simulable(config)
     machine = this_machine()
     on_cpu = device_of(config, machine) == "cpu"
@@ -241,16 +241,16 @@ def predict_from_hardware(
     grow: bool,
     out: Path | None,
 ) -> None:
-    """Raises UserError."""
+    """Simulate `config` on assumed hardware. Raises UserError."""
     _require_simulable(config)
     # No data sheet states how fast a CPU runs these models.
     if config.policy.device == "cpu":
         what = "cpu, and no speed is assumed for a CPU"
-        raise UserError.of("policy.device", what, "name a run whose rates to take: --from RUN")
+        raise UserError.of("policy.device", what, "name a run whose rates to use: --from RUN")
     shape, problems = read_model(config.model.path)
     if shape is None:
         raise UserError(str(config.model.path), problems)
-    _print(console, f"assumed, nothing of it measured: {hardware}")
+    _print(console, f"assumed, not measured: {hardware}")
 
     def trial(config: Config) -> Trial:
         require_plan(config, shape, hardware)
@@ -266,7 +266,7 @@ def predict_from_hardware(
     for count in gpus:
         prompts = config.flow.prompts_per_step * (count / gpus_of(config) if grow else 1)
         sized = changed(config, "flow", prompts_per_step=max(1, round(prompts)))
-        # Arithmetic picks a few divisions; only these are simulated.
+        # Arithmetic selects a few divisions; only these are simulated.
         likely = likely_splits(splits(sized, shape, hardware, count), trial, hardware)
         pairs = itertools.product(likely, ratios or RATIOS)
         tried.append([replace(one, config=ahead(one.config, ratio)) for one, ratio in pairs])
@@ -287,7 +287,7 @@ def _require_simulable(config: Config) -> None:
 
 
 def require_plan(config: Config, shape: ModelShape, hardware: Hardware) -> None:
-    """Raises ConfigError for what `mar plan` refuses on such machines."""
+    """Raise ConfigError for a configuration that `mar plan` refuses on such machines."""
     gpus, ranks = hardware.gpus_per_machine, config.policy.parallel.ranks
     machine = described_machine(
         gpus=gpus, gpu_memory_gib=hardware.memory_gib, nodes=max(1, ranks // gpus)
@@ -301,15 +301,15 @@ def require_plan(config: Config, shape: ModelShape, hardware: Hardware) -> None:
 
 
 def splits(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> Iterator[Config]:
-    """The divisions of `gpus` in which the batch divides over the data-parallel ranks, each with
-    its best bucket. Raises UserError where there are too few."""
+    """Yield the divisions of `gpus` in which the batch divides over the data-parallel ranks, each
+    with its best bucket. Raises UserError if there are too few GPUs."""
     rollout, parallel, flow = engines_of(config), config.policy.parallel, config.flow
     cell = parallel.replica_ranks
     if gpus < cell + rollout.workers:
         what = f"{gpus} are too few for {cell} ranks and an engine"
         raise UserError.of("--gpus", what, "add some")
     for data in range(1, (gpus - rollout.workers) // cell + 1):
-        # Other sizes would be refused by the plan.
+        # The plan would refuse other sizes.
         if flow.prompts_per_step * flow.group_size % data == 0:
             layout = parallel.model_copy(update={"ranks": data * cell})
             engines = (gpus - data * cell) // rollout.workers
@@ -320,7 +320,7 @@ def splits(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> 
 def likely_splits(
     divisions: Iterable[Config], trial: Callable[[Config], Trial], hardware: Hardware
 ) -> list[Trial]:
-    """Trials of the divisions whose slowest part (trainer, engines or carrier) is the fastest.
+    """Return trials of the divisions whose slowest part (trainer, engines or carrier) is fastest.
     Raises UserError if no division can run."""
     found, refused = list[tuple[float, Trial]](), list[UserError]()
     for config in divisions:
@@ -337,13 +337,14 @@ def likely_splits(
         samples_s = (rates.token_s(running) * mean / running + rates.prompt_s) * samples / engines
         found.append((max(trains_s, samples_s, rates.send_s), one))
     if not found:
-        # The last one is of the most ranks, closest to what was asked for.
+        # The last one has the most ranks, and is closest to the request.
         raise refused[-1]
     return [one for _, one in sorted(found, key=lambda pair: pair[0])[:SPLITS]]
 
 
 def best(tried: Sequence[Trial]) -> Trial:
-    """The fastest; of those that are nearly as fast, the one with the freshest samples."""
+    """Return the fastest trial; of those that are nearly as fast, the one with the freshest
+    samples."""
     fastest = max(one.speed for one in tried)
     # Differences below this are noise of the simulation.
     close = [one for one in tried if one.speed >= CLOSE * fastest]
@@ -366,8 +367,9 @@ def _print(console: Console, text: str) -> None:
 
 
 def write(tried: Sequence[Sequence[Trial]], folder: Path) -> tuple[Path, Path]:
-    """scaling.json, and its curves in scaling.svg: speed against how far ahead the engines are, on
-    the best division, and against the share of the GPUs that trains, at the best ratio."""
+    """Write scaling.json, and its curves in scaling.svg: speed against how far ahead the engines
+    are, with the best division, and against the share of the GPUs that train, with the best
+    ratio."""
     from matplotlib import rc_context
 
     from megatron_async_rl.report.panel import COLOURS, Curve, Panel

@@ -1,13 +1,12 @@
-"""Times of a simulated run's parts: `SimulationRates` and `ResponseLengths`. Here those of a run
-that has not run, from the model's sizes, the config, and stated hardware; calibrate.py takes them
-from a run's logs.
+"""Times of a simulated run's parts: `SimulationRates` and `ResponseLengths`. This file derives them
+for a run that has not run, from the model's sizes, the config, and stated hardware; calibrate.py
+derives them from a run's logs.
 
-    decoding a token    each GPU of an engine reads its weights and the keys and values of what it
-                        decodes, or computes as long as its products take, if that is more
-    a training step     2 operations for each weight and token, forward; as many passes as the
-                        config requests; then gradients are reduced and weights gathered
-    weights             staged by the ranks of the first machine, sent to the engines' machines in
-                        buckets, loaded bucket by bucket
+    decoding a token    each GPU of an engine reads its weights and the keys and values of its
+    responses, or computes, whichever takes longer a training step     2 operations for each weight
+    and token in a forward pass, and the passes that the config requests; then gradients are reduced
+    and weights gathered weights             staged by the ranks of the first machine, sent to the
+    engines' machines in buckets, loaded bucket by bucket
 
 Invariant: every number of `Hardware` is an assumption, and `mar simulate` prints it.
 """
@@ -40,7 +39,7 @@ from megatron_async_rl.plan.model_files import ModelShape
 
 GB = 1e9
 GROUPS = 1000
-"""Drawn once; a simulation draws from them."""
+"""Number of groups whose lengths are drawn in advance; a simulation draws from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,31 +47,31 @@ class SimulationRates:
     """Seconds that the parts of a run take."""
 
     decode: tuple[tuple[float, float], ...]
-    """A step of an engine that decodes n responses: the longest of fixed + each x n, of pairs
-    (fixed, each). In it each response grows by a token."""
+    """Pairs (fixed, each). A step of an engine that decodes n responses takes the longest of fixed
+    + each x n; in it each response grows by a token."""
     places: int
-    """Responses that an engine decodes at a time."""
+    """Number of responses that an engine decodes at a time."""
     prompt_s: float = 0.0
-    """Time of an engine, which decodes nothing meanwhile, to take in one more response."""
+    """Time in which an engine processes a new prompt and decodes nothing."""
     ask_s: float = 0.0
-    """From the admission of a request until its engine has it."""
+    """Time from the admission of a request until its engine has it."""
     take_s: float = 0.0
-    """Time of the trainer, from the last response that a batch waited for to the beginning of its
-    step."""
+    """Time of the trainer between the last response for which a batch waited and the beginning of
+    its step."""
     train_s: float = 0.0
-    """Time of the trainer for a batch whatever it holds."""
+    """Time of the trainer for a batch, whatever its size."""
     train_token_s: float = 0.0
-    """Time of the trainer per token of a batch, prompts included."""
+    """Time of the trainer per token of a batch, including prompts."""
     train_spread: tuple[float, ...] = (1.0,)
-    """Factors; each step takes one of them."""
+    """Factors of the training time; each step uses one of them."""
     publish_s: float = 0.0
     """Time of the trainer to stage a version."""
     send_s: float = 0.0
-    """Time of a version to the machines that have engines; 0: they are where it was staged."""
+    """Time of a version to the engines' machines; 0 if it is staged there."""
     load_s: float = 0.0
-    """Time of an engine, which samples nothing meanwhile, to load a version."""
+    """Time in which an engine loads a version and samples nothing."""
     trainer_beside: float = 1.0
-    """Speed of the trainer while an engine works: below 1 where they share cores."""
+    """Speed of the trainer while an engine works; below 1 if they share cores."""
     engine_beside: float = 1.0
     """Speed of an engine while the trainer works."""
 
@@ -83,7 +82,8 @@ class SimulationRates:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseLengths:
-    """Lengths that are drawn from, a whole group at a time: responses to one prompt are alike.
+    """Lengths from which the simulation draws, a whole group at a time, because responses to one
+    prompt are similar.
 
     groups: response tokens of each group's samples; prompts: tokens of its prompt; equal: share of
     groups whose rewards are all equal."""
@@ -93,23 +93,23 @@ class ResponseLengths:
     equal: float = 0.0
 
     def draw(self, size: int, chance: np.random.Generator) -> tuple[int, list[int]]:
-        """Tokens of a prompt, and of `size` responses to it."""
+        """Return the tokens of a prompt, and of `size` responses to it."""
         index = int(chance.integers(len(self.groups)))
         seen = self.groups[index]
-        # The measured group as it is: its responses are correlated.
+        # The whole measured group, because its responses are correlated.
         if len(seen) == size:
             return self.prompts[index], list(seen)
         return self.prompts[index], chance.choice(seen, size, replace=len(seen) < size).tolist()
 
     @property
     def mean(self) -> float:
-        """Tokens of a response."""
+        """Return the mean number of tokens of a response."""
         return float(np.mean(np.concatenate(self.groups)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A chip's data sheet, and shares of it that are assumed."""
+    """A chip's data sheet, and assumed shares of it."""
 
     tflops: float
     """Peak of a GPU, dense, in bfloat16."""
@@ -123,7 +123,7 @@ class Hardware:
     read_share: float = READ_SHARE
     """Share of memory_tb_s in decoding."""
     decode_step_ms: float = 3.0
-    """Time of a decoding step, whatever it holds."""
+    """Time of a decoding step, whatever its size."""
     gpu_network_gb_s: float = NETWORK_RATE / GB
     """Rate of one GPU, for gradients and collectives."""
     machine_network_gb_s: float = 17.5
@@ -131,18 +131,18 @@ class Hardware:
     stream_gb_s: float = RELAY_RATE / GB
     """Rate of one machine's copy over TCP."""
     copy_gb_s: float = COPY_RATE / GB
-    """Between one GPU and its machine's shared memory."""
+    """Rate between one GPU and its machine's shared memory."""
     bucket_ms: float = 5.0
     """Latency of each bucket in transit, and of each that an engine loads."""
     take_s: float = 0.3
-    """From the last response of a batch to the beginning of its step."""
+    """Time from the last response of a batch to the beginning of its step."""
     prompt_tokens: int = 200
     response_share: float = 0.3
-    """Mean tokens of a response, before it is cut, as a share of rollout.sampling.max_tokens."""
+    """Mean tokens of a response, before the limit, as a share of rollout.sampling.max_tokens."""
     response_sigma: float = 0.8
-    """Deviation of the logarithm of a response's tokens."""
+    """Standard deviation of the logarithm of a response's tokens."""
     alike: float = 0.5
-    """Share of that variance that lies between prompts."""
+    """Share of that variance between prompts."""
     carrier: str = ""
     """Carrier that goes through host memory, or `tree`, which this project does not have; empty:
     weights.transport."""
@@ -166,7 +166,7 @@ SIMULATED = (*(name for name, one in CARRIERS.items() if not one.ipc), TREE)
 
 
 def assumed(name: str, changes: Iterable[str]) -> Hardware:
-    """`changes`: KEY=VALUE. Raises UserError."""
+    """Return the assumed hardware. `changes`: KEY=VALUE. Raises UserError."""
     if name not in NAMED:
         raise UserError.of("--hardware", f"{name!r} is not known", f"one of {', '.join(NAMED)}")
     hardware = NAMED[name]
@@ -179,7 +179,7 @@ def assumed(name: str, changes: Iterable[str]) -> Hardware:
         try:
             value = kinds[key](text)
         except ValueError:
-            # Not a number: refused by the check of the range.
+            # Not a number: the range check below refuses it.
             value = -1
         if value not in SIMULATED if key == "carrier" else not 0 <= value < math.inf:
             fix = f"one of {', '.join(SIMULATED)}" if key == "carrier" else "a number, 0 or more"
@@ -189,7 +189,7 @@ def assumed(name: str, changes: Iterable[str]) -> Hardware:
 
 
 def lengths_of(config: Config, hardware: Hardware, seed: int = 0) -> ResponseLengths:
-    """Log-normal lengths, cut at the token limit."""
+    """Return log-normal lengths, cut at the token limit."""
     assert config.rollout is not None
     limit, size, sigma = (
         config.rollout.sampling.max_tokens,
@@ -209,11 +209,12 @@ def lengths_of(config: Config, hardware: Hardware, seed: int = 0) -> ResponseLen
 def rates_of(
     config: Config, shape: ModelShape, hardware: Hardware, lengths: ResponseLengths
 ) -> SimulationRates:
-    """Raises UserError where an engine's weights leave no room for a response."""
+    """Return the assumed rates. Raises UserError if an engine's weights leave no room for a
+    response."""
     rollout = config.rollout
     assert rollout is not None
     tokens = np.concatenate(lengths.groups).astype(float)
-    # Tokens of a response at a moment at which it runs: longer ones are met more often.
+    # Length of a response at a random moment; longer responses are more frequent then.
     context = hardware.prompt_tokens + float((tokens**2).mean() / (2 * tokens.mean()))
     weights = engine_memory(config, shape, on_gpu=True).kept
     cached = context * shape.kv_values_per_token * engine_bytes(config)
@@ -222,11 +223,11 @@ def rates_of(
     if places < 1:
         what = f"the weights leave no room for a response on {rollout.workers} GPUs"
         raise UserError.of("rollout.tensor", what, "set it higher")
-    # Tensor workers read their parts of a layer at once; stages read one after the other.
+    # Tensor workers read their parts of a layer concurrently; stages read one after another.
     read = rollout.tensor * hardware.memory_tb_s * 1e12 * hardware.read_share
     compute = rollout.workers * hardware.tflops * 1e12 * hardware.prefill_share
-    # As many batches are on their way as an engine has stages, and each stage reads its weights for
-    # every one of them.
+    # As many batches are in flight as an engine has stages, and each stage reads its weights for
+    # each of them.
     fixed_s = hardware.decode_step_ms / 1e3 * rollout.pipeline
     return SimulationRates(
         decode=(
@@ -242,7 +243,7 @@ def rates_of(
 
 
 def _forward(shape: ModelShape, context: float) -> float:
-    """Operations for one token that attends to `context` others."""
+    """Return the operations for one token that attends to `context` others."""
     experts = shape.experts_per_token * 3 * shape.hidden * shape.intermediate
     weights = shape.layers * (shape.layer_sharded + shape.layer_replicated + experts)
     weights += shape.vocabulary * shape.hidden
@@ -287,11 +288,11 @@ def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any
     writers = min(config.policy.parallel.ranks, hardware.gpus_per_machine)
     staged = {
         "publish_s": nbytes / (writers * copy),
-        # A bucket is copied while the one before it is put in place.
+        # A bucket is copied while the previous one is loaded.
         "load_s": nbytes / rollout.workers / copy + buckets * each_s + bucket / copy,
     }
     if name == TREE:
-        # From GPU to GPU down a tree, a bucket behind the other; then put in place in GPU memory.
+        # From GPU to GPU down a tree, bucket after bucket; then loaded in GPU memory.
         hop_s = bucket / (hardware.gpu_network_gb_s * 1e9) + each_s
         depth = math.ceil(math.log2(machines + 1))
         on_gpu = hardware.memory_tb_s * 1e12 * hardware.read_share
@@ -301,7 +302,7 @@ def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any
             "load_s": 2 * nbytes / rollout.workers / on_gpu,
         }
     if CARRIERS[name].per_engine:
-        # One engine after the other, two buckets at a time.
+        # One engine after another, two buckets at a time.
         each = (nbytes + bucket) / (hardware.gpu_network_gb_s * 1e9) + buckets * each_s / 2
         return staged | {"send_s": rollout.engines * each}
     if CARRIERS[name].other_machines:
@@ -312,8 +313,8 @@ def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any
 
 
 def best_bucket(config: Config, shape: ModelShape, hardware: Hardware) -> int:
-    """MiB: the smallest bucket, for it stands in memory, that brings weights within 10 % of the
-    shortest time."""
+    """Return in MiB the smallest bucket, because it uses memory, with which weights need at most 10
+    % more than the shortest time."""
     weights = shape.parameters * engine_bytes(config)
     times = {}
     for mib in (2**power for power in range(4, 13)):

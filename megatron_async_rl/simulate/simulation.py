@@ -1,5 +1,5 @@
-"""A run as discrete events: how long its steps take and how old its samples are, from how long its
-parts take.
+"""A run as discrete events: the duration of its steps and the age of its samples, from the
+durations of its parts.
 
                  +------ next batch ------- scheduler <-- response -- engines decode
                  v                              |                        ^
@@ -7,17 +7,17 @@ parts take.
                                                  load in sequence -------+
 
 The run's own code decides which requests run and what trains when (`flow.scheduler.Scheduler`), and
-which engine gets a request (`flow.lanes.Lanes`). Modelled here is what takes time,
+which engine gets a request (`flow.router.Lanes`). Only durations are modelled, by
 `SimulationRates`:
 - an engine that decodes n responses makes a token of each in f(n) seconds, so its next event is the
-  end of the response that has the least left: events are responses, never tokens;
+  end of the response with the fewest tokens left: events are responses, never tokens;
 - versions reach the engines' machines one after another, and engines load the newest one after
   another, as in `flow.updates`; a version is staged once no engine reads the version before the
   last;
-- where trainer and engines share cores, each is slower while the other works, also while the
-  trainer takes a batch that is there.
+- if trainer and engines share cores, each is slower while the other works, also while the trainer
+  receives a finished batch.
 
-Seconds everywhere. The same seed gives the same run.
+All times are in seconds. The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ SimulatedProcess = Generator[simpy.Event, Any, None]
 
 PROMPT = Prompt(id="simulated", text="", token_ids=(0,))
 SOON = 1e-9
-"""Seconds, and tokens: what is left by rounding."""
+"""Seconds, or tokens, that are only rounding errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    """Result over the steps that count. Shares are shares of time; shares of engines are means
-    over the engines."""
+    """Result over the steps that count. Shares are shares of time; shares of engines are means over
+    the engines."""
 
     step_s: float
     tokens_per_s: float
     """Response tokens trained."""
     trainer_busy: float
-    """It trained or published."""
+    """Share in which the trainer trained or published."""
     engine_busy: float
-    """It sampled."""
+    """Share in which an engine sampled."""
     places_taken: float
     """Share of an engine's slots that decoded."""
     lags: tuple[float, ...]
@@ -85,12 +85,13 @@ def simulate(
     max_paused: float = WeightsConfig.default_of("max_paused"),
     barrier: bool = False,
 ) -> SimulationResult:
-    """`steps`: that count, after as many as it takes to run in. `barrier`: nothing is asked before
-    all that was asked is answered, as in frameworks that request a batch at a time."""
+    """Simulate a run. `steps`: number of steps that count, after a warm-up. `barrier`: no request
+    is sent before all earlier ones are answered, as in frameworks that request a batch at a
+    time."""
     if isinstance(flow.selection, Replay):
-        # What trains out of the store takes the place of a batch that was sampled nevertheless.
+        # A batch from the store replaces a batch that was sampled nevertheless.
         flow = flow.model_copy(update={"selection": OldestFirst()})
-    # Without an end: the end of admission in a run's last steps does not count for its pace.
+    # Without an end, so that the end of admission in a run's last steps does not affect the result.
     run = _SimulatedRun(
         Scheduler(flow, steps=None, fresh_steps=0, seed=seed, scored_whole=False),
         rollout.engines,
@@ -103,7 +104,7 @@ def simulate(
 
 
 class _SimulatedEngine:
-    """Decodes what it has, or loads a version. `slot`: what the lanes see of it."""
+    """Engine that decodes its requests, or loads a version. `slot`: the lanes' view of it."""
 
     def __init__(self, run: _SimulatedRun, index: int) -> None:
         spec: Any = SimpleNamespace(index=index)
@@ -111,15 +112,15 @@ class _SimulatedEngine:
         self.slot = EngineSlot(spec, engine=spec, version=0, serving=True)
         self.loading: int | None = None
         self.paused = False
-        """Has work, and loads."""
+        """True if it has requests, and loads."""
         self.busy_s = self.place_s = 0.0
         self._waits: deque[str] = deque()
         self._decoding: list[tuple[float, str]] = []
-        """A heap: at which `_grown` a response ends, and its id."""
+        """Heap of (value of `_grown` at which a response ends, its id)."""
         self._grown = 0.0
-        """Tokens that a response would have that was here from the beginning."""
+        """Tokens of a hypothetical response that has been decoding from the beginning."""
         self._owed_s = self._load_s = 0.0
-        """Work that comes before decoding, and what is left of a load."""
+        """Work that comes before decoding, and the remaining time of a load."""
         self._at = 0.0
         self._alarm = 0
 
@@ -195,7 +196,7 @@ class _SimulatedEngine:
 class _SimulatedRun:
     barrier = False
     may_pause = 1
-    """Engines that have work and may load at a time."""
+    """Number of engines with work that may load at a time."""
 
     def __init__(
         self,
@@ -208,19 +209,19 @@ class _SimulatedRun:
         self.env = simpy.Environment()
         self.scheduler, self.rates = scheduler, rates
         self._lengths, self._chance = lengths, chance
-        # The run's own router, so that its decisions are simulated and not modelled.
+        # The run's own router, so that its decisions are real and not modelled.
         self._lanes = Lanes(capacity_of(rates.places), separate=False)
         self.engines = [_SimulatedEngine(self, index) for index in range(engines)]
         self.requested: dict[str, SampleRow] = {}
         self._groups: dict[str, int] = {}
         self._staged = self._sent = self._there = 0
-        """Newest versions: staged, on their way, and where engines can load them."""
+        """Newest versions: staged, being sent, and available to engines."""
         self._trains = self._both = False
-        """The trainer works; engines work, too."""
+        """True while the trainer works, and while engines work, too."""
         self._changed = self.env.event()
         self._totals = [np.zeros(5)]
-        """Up to the end of each step: now, seconds of the trainer's work, of engines, of places;
-        tokens."""
+        """Totals at the end of each step: time, seconds of the trainer's work, of engines, of
+        slots; tokens."""
         self._lags: list[Counter[int]] = []
 
     def go(self, steps: int, warm: int) -> SimulationResult:
@@ -243,15 +244,15 @@ class _SimulatedRun:
     def _train(self, steps: int) -> SimulatedProcess:
         rates, work, deck = self.rates, 0.0, list[float]()
         for version in range(steps):
-            # The scheduler decides what trains; only the wait is simulated.
+            # The scheduler decides which groups train; only the wait is simulated.
             while (groups := self.scheduler.take(version)) is None:
                 yield self._changed
-            self._admit()  # what was dropped made room
+            self._admit()  # dropped groups permit new ones
             yield from self._work(rates.take_s)
             began = self.env.now
             samples = [sample for group in groups for sample in group.samples]
             tokens = sum(one.total_length for one in samples)
-            # From a shuffled deck, so that few steps have the mean of many.
+            # From a shuffled deck, so that the mean of few steps is that of many.
             deck = deck or self._chance.permutation(rates.train_spread).tolist()
             yield from self._work((rates.train_s + rates.train_token_s * tokens) * deck.pop())
             # Two versions are kept, so the one before the last must not be in use.
@@ -271,10 +272,10 @@ class _SimulatedRun:
             self._lags.append(Counter(version - sample.start_version for sample in samples))
 
     def _work(self, seconds: float) -> SimulatedProcess:
-        """The trainer's: takes longer where engines use the same cores."""
+        """Simulate work of the trainer, which takes longer if engines use the same cores."""
         self._trains = True
         self.share()
-        # Speed changes when engines start or stop, so work advances piece by piece.
+        # The speed changes when engines start or stop, so work advances piece by piece.
         while seconds > SOON:
             began, speed = self.env.now, self.rates.trainer_beside if self._both else 1.0
             yield self.env.timeout(seconds / speed) | self._changed
@@ -287,9 +288,9 @@ class _SimulatedRun:
         return self.rates.engine_beside if self._both else 1.0
 
     def share(self) -> None:
-        """Update the speeds where trainer and engines share cores."""
+        """Update the speeds if trainer and engines share cores."""
         both = self._trains and any(engine.works for engine in self.engines)
-        # Alarms depend on the speed: advance at the old one, then set them again.
+        # Alarms depend on the speed: advance at the old speed, then set them again.
         if both != self._both:
             for one in self.engines:
                 one.advance()
@@ -310,7 +311,7 @@ class _SimulatedRun:
                 row = SampleRow()
                 row.id, row.prompt_id, row.valid, row.truncated = request.id, PROMPT.id, True, False
                 row.reward = 0.0 if equal else float(request.k)
-                # Lengths are drawn at admission: the scheduler must not see them.
+                # Lengths are drawn at admission, but the scheduler must not depend on them.
                 row.length, row.total_length = length, prompt + length
                 self.requested[request.id], self._groups[request.id] = row, request.group
                 self._lanes.add(PendingRequest(request, version))
@@ -334,14 +335,14 @@ class _SimulatedRun:
         self._bring()
 
     def _is_read_before(self, version: int) -> bool:
-        """True while an engine reads an older version from where the trainer staged it."""
+        """Return True while an engine reads an older version from the staging memory."""
         if self.rates.send_s:
             return self._there < self._sent < version
         return any(one.loading is not None and one.loading < version for one in self.engines)
 
     def _bring(self) -> None:
         """Send the newest version to the engines' machines, which keep two, and let engines load
-        what has arrived, one after another."""
+        versions that have arrived, one after another."""
         reads = any(one.loading is not None and one.loading < self._there for one in self.engines)
         if self._there == self._sent < self._staged and not reads:
             self._sent = self._staged

@@ -12,12 +12,12 @@ Invariants:
   (`public_folder`) with the same locks and names;
 - the folder's path is short enough for Ray's sockets. If TMPDIR is too long, a link in /tmp leads
   to it;
-- a file in /dev/shm whose writer lives is left alone: the writer of weights holds an exclusive
+- a file in /dev/shm whose writer lives is not touched: the writer of weights holds an exclusive
   `flock` on them (weights/shared_memory.py). OpenMP names a file after its process and never uses
   it again, so the file of a dead process is garbage.
 
 `python -m megatron_async_rl.watchdog.run_folder`, which launchers of rollout nodes call, removes
-what killed runs left. It loads no torch.
+the files of killed runs. It loads no torch.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _SHARED_LOCK = "mar-run-"
 _SHARED = re.compile(r"(?:sem\.m([0-9a-f]{8})-\w+|m([0-9a-f]{8})[0-9a-f]{4}|mar-run-([0-9a-f]{8}))")
 """Semaphores, memory and the lock of a run in /dev/shm, with the run's eight digits."""
 WEIGHTS_PREFIX = "mar-weights-"
-"""Start of the names of the files of weights (weights/shared_memory.py)."""
+"""Prefix of the names of files with weights (weights/shared_memory.py)."""
 _OPENMP = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_(\d+)")
-"""Process and user."""
+"""Patterns of a name: process and user."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +175,12 @@ def remove_stale_shared_memory(directory: Path) -> list[Path]:
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Delete the files of dead processes in `directory`; return what was deleted."""
+    """Delete the files of dead processes in `directory`; return the deleted files."""
     removed = remove_stale_shared_memory(directory)
     for path in sorted(directory.glob(f"{WEIGHTS_PREFIX}*")):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, another user's, or no file
+        except OSError:  # deleted meanwhile, another user's, or not a file
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -109,7 +109,7 @@ def gather(
     lines = [headline, *found, "", *(line for process in processes for line in _lines(process))]
     stall = Stall(headline=headline, suspects=found, text="\n".join(lines))
     every = "\n".join(
-        f"\n{process.title}\n{process.stack or '  no stack came'}" for process in processes
+        f"\n{process.title}\n{process.stack or '  no stack was received'}" for process in processes
     )
     # Summary and stacks are in one file, so that a copy of it is complete.
     write_whole(run_dir / FILE, stall.text + "\n" + _STACKS + every + "\n")

@@ -2,19 +2,19 @@
 waits with a name and a deadline, so that a stuck run reports who waited how long for what.
 
 `start` gives the process a heartbeat: a daemon thread replaces `RUN/watch/<name>.json` every second
-with the process's waits, its progress and the figures that its parts offer; SIGUSR1 writes all its
-threads' stacks to `RUN/watch/<name>.stack`, also when the interpreter is stuck in one call.
+with the process's waits, its progress and the figures that its parts provide. SIGUSR1 writes the
+stacks of all its threads to `RUN/watch/<name>.stack`, even if the interpreter is stuck in one call.
 
 Invariants:
 - waits, marks and facts may be registered in any process and from any thread, before `start` and
   without it;
-- registering takes no lock and touches no file: it is fit for the hottest loop;
+- registering uses no lock and no file, so it is cheap enough for the hottest loop;
 - a fact that raises is shown as its exception; nothing here can fail the process;
-- a process that ends by itself takes its state file along: a file without its process is a process
-  that was killed;
+- a process that ends by itself removes its state file, so a file without its process means that the
+  process was killed;
 - a wait with a deadline ends with its result, with the failure of the awaited call, or with
-  `DeadlineExceeded`. A timeout that the awaited call itself raises before the deadline is
-  raised unchanged.
+  `DeadlineExceeded`. A timeout that the awaited call itself raises before the deadline is raised
+  unchanged.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ from megatron_async_rl.watchdog.progress_monitor import FOLDER, ProgressMonitor,
 
 BEAT_S = 1.0
 INHERITED = "MEGATRON_ASYNC_RL_WATCH"
-"""Environment variable: run directory and name of the watched process, for the processes it
+"""Environment variable: run directory and name of the watched process, for the processes that it
 starts."""
 
 STOP = "stop"
-"""File in the run's directory that requests a stop after the step from rank 0."""
+"""File in the run's directory that makes rank 0 stop after the step."""
 ENGINES = "engines"
-"""File in the run's directory that requests a number of training engines of the controller."""
+"""File in the run's directory with the number of training engines that the controller should
+run."""
 ActivityKind = Literal["wait", "work", "phase"]
 _CLOCK_SLACK = 0.98
 """Timers fire slightly early; a timeout this close to the deadline counts as the deadline."""
 
 
 class Activity(NamedTuple):
-    """`wait`: blocked on another; `work`: busy itself; `phase`: busy, and allowed to show no
-    progress until its deadline."""
+    """Activity of a process. `wait`: blocked on another process; `work`: busy itself; `phase`:
+    busy, and permitted to show no progress until its deadline."""
 
     kind: ActivityKind
     name: str
@@ -385,11 +386,12 @@ def this_process() -> str:
 
 @contextmanager
 def waiting(name: str, timeout_s: float) -> Iterator[None]:
-    """Name the deadline of a blocking call that takes its own `timeout_s`, such as
+    """Name the deadline of a blocking call that has its own `timeout_s`, such as
     `future.result(timeout_s)`.
 
-    It does not interrupt the call. Raises DeadlineExceeded instead of the call's TimeoutError; any
-    other error gets a note of the wait. The state of this process shows the wait while it lasts.
+    This does not interrupt the call. Raises DeadlineExceeded instead of the call's TimeoutError;
+    any other error gets a note about the wait. The state of this process shows the wait while it
+    lasts.
     """
     started = time.monotonic()
     try:

@@ -104,7 +104,7 @@ class Watchdog:
             return self._gather(
                 f"{self._node(launcher)} has not reported for {silent_s:.0f} s"
                 f" (watchdog.timeout_s: {self._timeout_s:g}): the machine, or `mar train` on it, is"
-                " gone."
+                " lost."
             )
         return None
 

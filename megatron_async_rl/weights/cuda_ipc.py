@@ -113,7 +113,7 @@ class IpcBuckets(Staging):
         self._device = carrier.device
         self._lent: Sequence[BucketRef] = ()
         self._memory: list[tuple[BucketMemory, Tensor, str] | None] = [None] * IN_FLIGHT
-        """Places: path, memory, and handles of the memory on every device."""
+        """Each place: its memory, the same as a tensor, and its handles on every device as JSON."""
 
     def stage(
         self,

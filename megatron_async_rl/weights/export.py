@@ -261,7 +261,7 @@ class WeightShards:
         requested. Collective if `gathered`. bucket: yield only parts of this bucket; not supported
         if `gathered`."""
         if self.gathered:
-            assert bucket is None, "what is gathered comes in buckets of the exporter's"
+            assert bucket is None, "gathered tensors come in the exporter's buckets"
             yield from self._whole_tensors()
             return
         for entry, cuts in self._own if bucket is None else self._own_by_bucket[bucket]:

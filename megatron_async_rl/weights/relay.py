@@ -7,11 +7,11 @@ copies the staged versions into it.
 
 Invariants:
 - `fetch` returns once a version is complete and every tensor is verified; otherwise it raises;
-- there are two slots, written in turn, as on rank 0 (staging.py): a fetch leaves the newest version
-  as it is and overwrites the one before, which no engine may read any more;
+- there are two slots, written alternately as on rank 0 (staging.py): a fetch leaves the newest
+  version unchanged and overwrites the previous one, which no engine may be reading any more;
 - a broken transfer resumes at the byte where it stopped. It fails once no byte has arrived for
   `silence_s`, however often the connection was reopened;
-- a bucket that arrives damaged is requested again, and then the fetch fails.
+- a bucket that arrives damaged is requested again once, and then the fetch fails.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ AT_ONCE = 4
 ATTEMPTS = 3
 """Number of successive connections without a byte after which the fetch fails."""
 RETRY_S = 0.1
-"""Wait before the connection is reopened; doubled after each one without a byte."""
+"""Delay before the connection is reopened; doubled after each connection without a byte."""
 
 CARRIER = SharedMemory
 """The memory that ranks write and engines read, each on its own machine."""
 
 
 class WeightAgent:
-    """Copies of versions in this machine's memory, which `close` frees. One fetch at a time.
+    """Agent that copies versions to this machine's memory, which `close` frees. One fetch at a
+    time.
 
     `silence_s`: longest time without a byte.
     """
@@ -58,17 +59,17 @@ class WeightAgent:
         self._next = 0
         self._writer = carrier.writer()
         self._paths: list[str] = []
-        """Files of the version that came last."""
+        """Files of the version that arrived last."""
 
     def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
         """Copy `version`, which rank 0 has staged as `manifest`.
 
         Raises RelayFailed if it cannot be fetched completely, and OSError if there is no memory;
-        the newest version before it is still valid then.
+        the previous version then remains valid.
         """
         began = time.monotonic()
         paths = self._slots[self._next].places([ref.size for ref in manifest.buckets])
-        # Both slots stay mapped: new mappings would cost more than the copy.
+        # Both slots stay mapped, because new mappings would cost more than the copy.
         self._writer.keep({*self._paths, *paths})
         refs = [replace(ref, path=p) for ref, p in zip(manifest.buckets, paths, strict=True)]
 
@@ -82,7 +83,7 @@ class WeightAgent:
         finally:
             pool.shutdown(cancel_futures=True)
 
-        # Only a complete version moves the slots on; a failed fetch overwrites its own slot again.
+        # Only a complete version switches slots; a failed fetch overwrites its own slot again.
         self._next, self._paths = 1 - self._next, paths
         copy = replace(manifest, buckets=tuple(refs))
         return StagedCopy(manifest=copy, nbytes=nbytes, seconds=time.monotonic() - began)
@@ -129,7 +130,7 @@ class WeightAgent:
                         at += received
                         watch.progress("bytes relayed", received)
             except OSError as error:
-                # Any byte proves that the server lives, however often the connection broke.
+                # Any byte proves that the server works, however often the connection broke.
                 fruitless = 0 if at > stood else fruitless + 1
                 log.warning(
                     "bucket %d of version %d stopped at byte %d of %d: %s",
@@ -138,7 +139,7 @@ class WeightAgent:
                 if fruitless == ATTEMPTS:
                     raise RelayFailed(
                         f"bucket {number} of version {version} stopped at byte {at} of {ref.size}:"
-                        f" {ATTEMPTS} connections to {self._address} brought nothing, the last"
+                        f" {ATTEMPTS} connections to {self._address} received nothing, the last"
                         f" within {limit_s:g} s: {error}"
                     ) from error
                 time.sleep(RETRY_S * 2**fruitless)

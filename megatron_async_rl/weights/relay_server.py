@@ -1,21 +1,20 @@
-"""The staged weights of rank 0's machine, served by TCP to the agents of other machines
-(`relay.py`). Loads no torch: the controller has it.
+"""Server of the staged weights on rank 0's machine, for the agents of other machines (`relay.py`),
+over TCP. Loads no torch, because the controller runs it.
 
     agent ---------------- connects ----------------> server
           <--------- nonce, 32 random bytes ---------
           -- HMAC-SHA256(key, nonce + request), request: version, bucket, first byte -->
-          <------ how many bytes come, or why none do ------
+          <------ number of bytes that follow, or a refusal -
           <-------------- the bytes (sendfile) -------------
 
 Invariants:
-- nothing of a file is sent before the request has proved the run's key. The key itself never
-  travels on this connection, and a nonce is valid for one request. Bytes are not encrypted;
+- no byte of a file is sent before the request has proved the run's key. The key itself is never
+  sent over this connection, and a nonce is valid for one request. Bytes are not encrypted;
 - only buckets of versions whose slot rank 0 does not write are served (`stage`, `release`);
-- a connection that has not proved the key takes one of `_RelayTcpServer.slots` threads for
-  ADMISSION_S at most, so strangers exhaust neither threads nor descriptors
-  (watchdog/limited_server.py);
-- a connection that has proved it has a thread and a limit on each wait for its peer, so a stalled
-  one is cut.
+- a connection that has not proved the key uses one of `_RelayTcpServer.slots` threads for at most
+  ADMISSION_S, so strangers exhaust neither threads nor descriptors (watchdog/limited_server.py);
+- a connection that has proved the key has a separate thread and a limit on each wait for its peer,
+  so a stalled connection is closed.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ ADMISSION_S = 10.0
 
 
 class RelayFailed(RuntimeError):
-    """A version did not reach a machine; the message has the reason. Retrying the same request does
-    not help."""
+    """A version did not reach a machine; the message gives the reason. Retrying the same request
+    would fail again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +81,11 @@ class RelayServer:
 
     def stage(self, version: int, manifest: Manifest) -> None:
         """Serve `version` from now on."""
-        # Replaced, never changed: threads of connections read it without a lock.
+        # Replaced, never changed, because threads of connections read it without a lock.
         self._staged = {**self._staged, version: manifest.buckets}
 
     def release(self, version: int) -> None:
-        """Stop serving versions before `version`, whose slot rank 0 may write."""
+        """Stop serving versions before `version`, whose slot rank 0 may overwrite."""
         self._staged = {held: refs for held, refs in self._staged.items() if held >= version}
 
     def close(self) -> None:
@@ -97,7 +96,7 @@ class RelayServer:
     def find(self, version: int, bucket: int, first: int) -> BucketRef:
         """Return the requested bucket, which has a byte `first`. Raises RelayFailed if it does not
         exist."""
-        # One look: `stage` and `release` replace the mapping from the controller's thread.
+        # Read once, because `stage` and `release` replace it from the controller's thread.
         staged = self._staged
         if version not in staged:
             there = ", ".join(map(str, sorted(staged))) or "none"
@@ -136,17 +135,17 @@ class _RelayConnection(socketserver.BaseRequestHandler):
             log.info("the relay's connection to %s broke: %s", self.client_address, error)
 
     def _serve(self) -> None:
-        # A fresh nonce per connection: a recorded request cannot be replayed.
+        # A new nonce for each connection, so that a recorded request cannot be replayed.
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.request.sendall(nonce)
         mac = _exactly(self.request, _MAC_BYTES)
         requested = _exactly(self.request, _REQUEST.size)
-        # In constant time: an early stop would reveal how much of the proof fits.
+        # In constant time: an early stop would reveal how much of the proof matches.
         if not hmac.compare_digest(mac, _mac(self.server.relay.address.key, nonce, requested)):
             log.warning("%s requested weights with another key", self.client_address)
             self._refuse("the key is not this run's")
             return
-        # From here on the connection no longer counts as a stranger's.
+        # From here on the connection counts as the run's own.
         self.server.admit(self.request)
 
         version, bucket, first = _REQUEST.unpack(requested)
@@ -156,7 +155,7 @@ class _RelayConnection(socketserver.BaseRequestHandler):
             self._refuse(str(error))
             return
         with open(ref.path, "rb") as file:
-            # The open file, not the path: the slot may be replaced by one of another size.
+            # The open file, not the path, because a slot may be replaced by one of another size.
             size = os.fstat(file.fileno()).st_size
             if size != ref.size:
                 self._refuse(f"{ref.path} holds {size} bytes, its manifest has {ref.size}")

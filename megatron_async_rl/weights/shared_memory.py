@@ -1,14 +1,14 @@
-"""The carrier `shared_memory`: files that one process keeps, and ranks and engine processes of the
-same machine map.
+"""The carrier `shared_memory`: files of one process that ranks and engine processes of the same
+machine map.
 
 Invariants:
 - a file is written again only in place, with a manifest of the same size;
-- all ends keep a file mapped: new pages of shared memory cost many times the copy itself, and kept
-  ones nothing;
-- a file goes with its `BucketFile`; memory that is mapped already stays valid;
-- its process holds an exclusive `flock` on the file while it lives, so an unlocked file belongs to
-  a dead process, and `run_folder.remove_stale` deletes exactly those. Process ids are not used:
-  containers may share the directory.
+- all ends keep a file mapped: new pages of shared memory cost many times the copy itself, and
+  mapped ones cost nothing;
+- a file is deleted with its `BucketFile`; memory that is already mapped stays valid;
+- the process holds an exclusive `flock` on its file while it lives, so an unlocked file belongs to
+  a dead process, and `run_folder.remove_stale` deletes exactly those. Process ids are not used,
+  because containers may share the directory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_async_rl.weights.transport import (
 
 
 class SharedMemoryFull(OSError):
-    """There is no room for a bucket."""
+    """There is not enough memory for a bucket."""
 
     fix = (
         "enlarge /dev/shm (docker run --shm-size), or remove what others left there: two versions"
@@ -47,10 +47,10 @@ class SharedMemoryFull(OSError):
 
 
 class BucketFile(BucketMemory):
-    """File in `directory` of `size` bytes, all of them reserved. Deleted by `close`, or at exit."""
+    """File in `directory` with `size` reserved bytes. Deleted by `close`, or at exit."""
 
     def __init__(self, directory: Path, size: int) -> None:
-        """Raises SharedMemoryFull."""
+        """Raise SharedMemoryFull if the memory cannot be reserved."""
         self.size = size
         self.path, descriptor = _create(directory)
         # Runs at exit, too, if `close` was never called.
@@ -102,7 +102,7 @@ class _MappedFiles:
 
 
 class BucketWriter(TransportWriter):
-    """A rank's end."""
+    """A rank's end of the carrier."""
 
     def __init__(self) -> None:
         self._files = _MappedFiles(mmap.ACCESS_WRITE)
@@ -111,7 +111,7 @@ class BucketWriter(TransportWriter):
         return os.access(path, os.R_OK | os.W_OK)
 
     def view(self, ref: BucketRef, entry: TensorEntry) -> Tensor:
-        """Raises ValueError if the file is not the one described by `ref`."""
+        """Return a view of the tensor. Raises ValueError if `ref` does not describe the file."""
         return _view(self._files.map(ref), entry)
 
     def keep(self, paths: Collection[str]) -> None:
@@ -119,10 +119,10 @@ class BucketWriter(TransportWriter):
 
 
 class BucketReader(TransportReader):
-    """An engine's end."""
+    """An engine's end of the carrier."""
 
     def __init__(self) -> None:
-        # Copy on write: an engine cannot change what the others read.
+        # Copy on write, so that an engine cannot change the memory that others read.
         self._files = _MappedFiles(mmap.ACCESS_COPY)
 
     def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
@@ -130,7 +130,7 @@ class BucketReader(TransportReader):
         without a copy.
 
         A view shows the file's content until the view is written to or the file is filled again.
-        Raises ValueError if the file is not the one described by `ref`.
+        Raises ValueError if `ref` does not describe the file.
         """
         memory = self._files.map(ref)
         for entry in ref.entries:
@@ -162,7 +162,7 @@ CARRIER = SharedMemory
 def _view(memory: mmap.mmap, entry: TensorEntry) -> Tensor:
     dtype = getattr(torch, entry.dtype)
     count = prod(entry.shape)
-    # torch.frombuffer refuses a count of 0.
+    # torch.frombuffer rejects a count of 0.
     flat = (
         torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset)
         if count
@@ -172,12 +172,12 @@ def _view(memory: mmap.mmap, entry: TensorEntry) -> Tensor:
 
 
 def _create(directory: Path) -> tuple[str, int]:
-    """Return a new, locked file that still has its name. A sweeper may remove it between creation
-    and lock; then try again."""
+    """Return a new, locked file that still has its name. A sweeper may remove the file between its
+    creation and the lock; then try again."""
     while True:
         path = directory / f"{WEIGHTS_PREFIX}{uuid.uuid4().hex}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        # Until the process ends: the sign that the file is in use.
+        # Held until the process ends: it shows that the file is in use.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return str(path), descriptor

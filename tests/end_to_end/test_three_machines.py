@@ -72,7 +72,7 @@ def test_an_agent_that_is_killed_costs_a_restart_of_its_own_and_no_engine(
     over_machines: Ended,
 ) -> None:
     (lost,) = [event.text for event in read_events(over_machines.directory) if "lost" in event.text]
-    assert lost.startswith(f"{RELAY}, which brings weights to machine ")
+    assert lost.startswith(f"{RELAY}, which copies weights to machine ")
     assert "is lost; restart 1 of 3 within an hour. Why: ProcessDied: " in lost
     rows = [json.loads(line) for line in (over_machines.directory / "metrics.jsonl").open()]
     assert {row["engine/restarts"] for row in rows} == {0}

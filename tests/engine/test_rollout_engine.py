@@ -148,7 +148,7 @@ def test_a_group_is_repeated_by_its_index_and_its_samples_differ(engines: Engine
 def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(
     engines: Engines,
 ) -> None:
-    """A prompt longer than a cache block comes again after every update: nothing of it may be
+    """A prompt longer than a cache block comes again after every update: no block of it may be
     reused."""
     import ray
 

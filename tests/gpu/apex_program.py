@@ -1,8 +1,8 @@
-"""Local layers in bfloat16 with Apex's kernels and without: log-probs, a gradient over several
-micro-batches, and a step of each case. On the CPU Apex's interface over torch's operations.
+"""Local layers in bfloat16 with and without Apex's kernels: log-probs, a gradient over several
+micro-batches, and a step of each case. On the CPU, torch's operations implement Apex's interface.
 
-Arguments: cpu or cuda, the material's directory (tests/parallel/layouts.py), the directory to write
-to, the ParallelConfig, in JSON, and the cases.
+Arguments: cpu or cuda, the directory of the test data (tests/parallel/layouts.py), the directory
+for the output, the ParallelConfig as JSON, and the cases.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLAIN = {
     "float32": {"dtype": "float32"},
     "lora": {"dtype": "bfloat16", "lora": LoraConfig(rank=2)},
 }
-"""Policies that take no fused gradient."""
+"""Policies that do not support a fused gradient."""
 
 
 def measured(rank: Rank, case: str) -> dict:

@@ -1,9 +1,9 @@
 """Figures of the GPU tests, and the record of a run of them: docs/gpu.json, which docs/gpu.md
 shows.
 
-`make gpu-tests` is `pytest tests/gpu --record`: it refuses where there is no CUDA
-device, runs everything within `LIMIT_S`, and writes both files. Without `--record` figures are only
-held to their bounds.
+`make gpu-tests` is `pytest tests/gpu --record`: it refuses to run without a CUDA device, runs all
+tests within `LIMIT_S`, and writes both files. Without `--record` figures are only compared with
+their bounds.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tests.gpu import page
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LIMIT_S = 600.0
-"""The time for a recorded run: tests that would begin later are skipped, and say so."""
+"""Time of a recorded run: tests that would begin later are skipped, with a reason."""
 OVER = f"the {LIMIT_S:.0f} s of a recorded run were over"
 FIRST = ("test_train_step.py", "test_parity.py", "test_layers.py")
 LAST = ("test_gac_offload.py", "test_gac_kernels.py")
-"""Files of a recorded run before and after all others: where the time runs out, what is left out is
-what matters least."""
+"""Files that a recorded run starts first and last: if the time runs out, the least important tests
+are left out."""
 SETTINGS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_FRAMEWORK": "pytorch"}
-"""Environment of the processes that the tests start, where the caller has not chosen."""
+"""Default environment of the processes that the tests start."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def figure(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """Holds a measured number to its bound, and keeps both for the record."""
+    """Return a function that compares a number with its bound, and records both."""
 
     def hold(
         name: str,
@@ -82,7 +82,7 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[..., None
 
 
 class Recorder:
-    """Collects the results of the tests marked `gpu`. writes: whether this process writes them."""
+    """Collects the results of the tests marked `gpu`. writes: True if this process writes them."""
 
     def __init__(self, *, writes: bool = True) -> None:
         self.begun = time.monotonic()
@@ -98,7 +98,7 @@ class Recorder:
         places |= dict.fromkeys(LAST, 1)
         items.sort(key=lambda item: places.get(item.path.name, 0))
         if config.pluginmanager.hasplugin("xdist"):
-            # One worker has all tests that share the result of a program (--dist loadgroup).
+            # One worker runs all tests that share the result of a program (--dist loadgroup).
             for item in items:
                 item.add_marker(pytest.mark.xdist_group(_program(item)))
 
@@ -129,7 +129,7 @@ class Recorder:
         ]
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Leaves the record of an earlier run where this one did not come to its end."""
+        """Write the record, but keep that of an earlier run if this one was not completed."""
         complete = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if not (self.writes and self.tests and complete):
             return
@@ -150,13 +150,13 @@ class Recorder:
 
 
 def _program(item: pytest.Item) -> str:
-    """The file, and the recipe of FP8 tests, whose programs are separate."""
+    """Return the file, and the recipe of FP8 tests, whose programs are separate."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     return f"{item.path.stem}-{parameters.get('recipe', '')}"
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """The last line of a skip or a failure."""
+    """Return the last line of a skip or a failure."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
@@ -165,7 +165,7 @@ def _reason(report: pytest.TestReport) -> str:
 
 
 def _commit() -> str | None:
-    """Null where the tree is not a checkout."""
+    """Return the commit; None if the tree is not a checkout."""
     ask = ["git", "-C", str(page.ROOT), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,5 +1,5 @@
-"""One of two ranks that share rows: our attention, and Transformer Engine's on a GPU, over its part
-of them, against attention over the whole rows. Argument: cpu or cuda."""
+"""One of two ranks that share rows: this package's attention, and Transformer Engine's on a GPU,
+over the rank's part, compared with attention over the whole rows. Argument: cpu or cuda."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def attention(kind: type[CoreAttention], ranks: int) -> CoreAttention:
 
 
 def passed(module: CoreAttention, tensors, weights, packing) -> list[torch.Tensor]:
-    """The output, and the gradients of its weighted sum."""
+    """Return the output, and the gradients of its weighted sum."""
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     output = module(*leaves, None, packed_seq_params=packing)
     (output.float() * weights).sum().backward()
@@ -50,14 +50,15 @@ def passed(module: CoreAttention, tensors, weights, packing) -> list[torch.Tenso
 
 
 def assert_near(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-    """[tokens, ...] of two kernels in bfloat16 on the same numbers: each token's, as a vector.
-    Single numbers of a gradient are sums of far larger ones."""
+    """Compare [tokens, ...] of two kernels in bfloat16 on the same numbers, each token's as a
+    vector, because single numbers of a gradient are sums of far larger ones."""
     apart, size = (each.float().flatten(1).norm(dim=1) for each in (theirs - ours, ours))
     assert bool((apart <= 0.03 * (size + size.mean()) + 0.3).all()), (apart.max(), size)
 
 
 def compare(layout: Layout, kind, length: int, rows: int, lengths: tuple[int, ...]) -> None:
-    """lengths: of the samples of a packed row; empty for padded ones."""
+    """Compare both kernels on one layout. lengths: of the samples of a packed row; empty for padded
+    rows."""
     dtype = torch.float32 if kind is CoreAttention else torch.bfloat16
     draw = torch.Generator().manual_seed(length + rows)
     *whole, weights = (

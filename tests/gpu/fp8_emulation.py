@@ -1,5 +1,5 @@
-"""Products of Megatron's own layers with numbers in 8 bits, by tests/float8.py: what a recipe costs
-in precision, where there is no GPU. Sums are those of the tensors' dtype."""
+"""FP8 GEMMs of Megatron's own layers, emulated with tests/float8.py: the precision that a recipe
+costs, without a GPU. Sums have the tensors' dtype."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ ROUNDINGS: dict[str, tuple[Rounding, Rounding, Rounding]] = {
     "blockwise": (by_block(1, 128), by_block(128, 128), by_block(1, 128)),
     "mxfp8": (by_block(1, 32), by_block(1, 32), by_block(1, 32)),
 }
-"""Recipe -> how inputs, weights and gradients are rounded, along the sum. `delayed`: by the largest
-value of this pass, and not of earlier ones."""
+"""Recipe -> rounding of inputs, weights and gradients, along the sum. `delayed`: by the largest
+value of this pass instead of earlier ones."""
 
 
 class Product(torch.autograd.Function):
@@ -54,7 +54,7 @@ class Product(torch.autograd.Function):
         inputs, weights, gradients = ROUNDINGS[ctx.recipe]
         flat = gradient.reshape(-1, gradient.shape[-1])
         into = gradients(flat) @ weights(weight.t().contiguous()).t()
-        # Both sides of this product are rounded along the rows that it sums over.
+        # Both operands of this GEMM are rounded along the rows over which it sums.
         across = gradients(flat.t().contiguous())
         own = inputs(values.reshape(-1, values.shape[-1]).t().contiguous())
         return into.view(values.shape), across @ own.t(), None
@@ -62,8 +62,8 @@ class Product(torch.autograd.Function):
 
 @contextmanager
 def in_8_bits(recipe: str) -> Iterator[None]:
-    """Within it every product of a layer is rounded; those of router, logits and attention are
-    not."""
+    """Round every GEMM of a layer in the body; those of router, logits and attention are not
+    rounded."""
 
     def product(
         input: Tensor,

@@ -1,8 +1,8 @@
-"""One rank of a layout that trains with FP8 GEMMs, compared with bfloat16 on the same rows; and of
-a run with FP8 weights that is resumed.
+"""One rank of a layout that trains with FP8 GEMMs, compared with bfloat16 on the same rows; also a
+resumed run with FP8 weights.
 
-Arguments: cpu or cuda, the recipe, a JSON of ParallelConfig, the material's directory
-(test_fp8.py), and the file that rank 0 writes. On a CPU as fp8_program.py.
+Arguments: cpu or cuda, the recipe, the ParallelConfig as JSON, the directory of the test data
+(test_fp8.py), and the file that rank 0 writes. On a CPU it works like fp8_program.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Training steps of a tiny policy with FP8 GEMMs, compared with bfloat16 on the same rows: scores,
-gradients, steps under each control, resumed runs, and weights kept in 8 bits.
+gradients, steps under each control, resumed runs, and FP8 weights.
 
-Arguments: cpu or cuda, the recipe, the material's directory (test_fp8.py), and the file to write.
-On a CPU Megatron's own layers round by tests/gpu/fp8_emulation.py.
+Arguments: cpu or cuda, the recipe, the directory of the test data (test_fp8.py), and the file to
+write. On a CPU tests/gpu/fp8_emulation.py rounds in Megatron's own layers.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ REFERENCES = {
 
 
 class Fp8Rank(Rank):
-    """Its policies are bfloat16, on Transformer Engine's layers where it is; with `fp8` by
-    default."""
+    """Rank whose policies are bfloat16, on Transformer Engine's layers if they are available; with
+    `fp8` by default."""
 
     fp8: Fp8Config | None = None
 
@@ -54,7 +54,8 @@ class Fp8Rank(Rank):
 
 
 def measured(rank: Fp8Rank, policy, batch: str) -> dict:
-    """After a pass that changes no weight: delayed scaling begins at 1."""
+    """Return measurements after a pass that changes no weight, because delayed scaling begins
+    at 1."""
     ReducedGradient(rank, policy, batch)
     gradient = cpu(ReducedGradient(rank, policy, batch).whole())
     scores = policy.score(received(policy, scorable(rank.batches[batch])))
@@ -63,7 +64,7 @@ def measured(rank: Fp8Rank, policy, batch: str) -> dict:
 
 
 def compared(rank: Fp8Rank, recipe: str, kind: str) -> dict:
-    """Each case in 8 bits, and in bfloat16 on the same rows."""
+    """Return each case in FP8, and in bfloat16 on the same rows."""
     found = {}
     for name, (model, sequence, batch) in CASES.items():
         rounded = rank.policy(model, sequence=sequence, lr=1e-3)
@@ -76,7 +77,7 @@ def compared(rank: Fp8Rank, recipe: str, kind: str) -> dict:
 
 
 def kept(rank: Fp8Rank, recipe: str, kind: str) -> dict:
-    """Weights kept in 8 bits: as they were loaded, after a step, in a run with a reference, and
+    """Return FP8 weights as they were loaded, after a step, in a run with a reference, and
     resumed."""
     rank.fp8, rank.scratch = Fp8Config(recipe=recipe, primary_weights=True), rank.scratch / "kept"
     exact = rank.policy(dtype="float32", layers="local", fp8=None, budget=BUDGET)
@@ -100,8 +101,8 @@ def kept(rank: Fp8Rank, recipe: str, kind: str) -> dict:
 
 
 def held(policy, recipe: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Adam's float32 weights, the model's, and what the reference makes of the former; on a CPU,
-    where no weight is kept in 8 bits, the model's are bfloat16. By canonical name."""
+    """Return Adam's float32 weights, the model's, and the reference's rounding of the former, by
+    canonical name. On a CPU, which has no FP8 weights, the model's are bfloat16."""
     state = {
         name.removeprefix("adam.master/"): tensor.cpu()
         for name, tensor in state_of(policy).items()
@@ -120,8 +121,8 @@ def held(policy, recipe: str) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def rounded(master: torch.Tensor, recipe: str, found: torch.Tensor) -> torch.Tensor:
-    """The reference of a weight, bfloat16, by the recipe's scale: the one of the permitted scales
-    that gives `found`, if there is one."""
+    """Return the reference of a weight, bfloat16, with the recipe's scale: of the permitted scales,
+    the one with the result `found`, if there is one."""
     permitted = [
         restored(*reference(master.bfloat16())).bfloat16() for reference in REFERENCES[recipe]
     ]

@@ -1,7 +1,7 @@
-"""The device of the GPU tests, and processes of their own on it.
+"""The device of the GPU tests, and separate processes on it.
 
-MAR_GPU_TESTS=cpu runs every body that a CPU can run on the CPU instead, to find mistakes before
-there is a GPU: it proves nothing about one.
+MAR_GPU_TESTS=cpu runs every test body that a CPU can run on the CPU instead, to find mistakes
+without a GPU: it proves nothing about one.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ ON_DEVICE = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason=_NONE),
 ]
-"""Bodies that take `DEVICE`."""
+"""Marks of test bodies that use `DEVICE`."""
 ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=_NONE)]
-"""Bodies about CUDA itself: its memory, its kernels, its clock."""
+"""Marks of test bodies about CUDA itself: its memory, its kernels, its clock."""
 ON_DEVICE_WITH_TE = [
     *ON_DEVICE,
     pytest.mark.skipif(DEVICE == "cuda" and not HAVE_TE, reason="needs Transformer Engine"),
 ]
-"""Bodies that put another implementation instead of Transformer Engine's on a CPU."""
+"""Marks of test bodies that on a CPU replace Transformer Engine by another implementation."""
 
 
 def run_program(
     program: str, arguments: list[str | Path], ranks: int = 1, device: str = DEVICE
 ) -> None:
-    """A module's main in processes that have touched no CUDA before: a world of one, or of so many
-    ranks, each with a device of its own, where it skips for lack of devices. For the device `cpu`
-    they run as on a machine without a GPU, where Megatron compiles nothing. Raises
-    subprocess.CalledProcessError and TimeoutExpired."""
+    """Run a module's main in processes that have not used CUDA before: a world of one, or `ranks`
+    ranks with a device each; skip if there are too few devices. For the device `cpu` they run as on
+    a machine without a GPU, where Megatron compiles nothing. Raises subprocess.CalledProcessError
+    and TimeoutExpired."""
     if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
     environment = {
@@ -60,8 +60,8 @@ def run_program(
 
 
 def run_on_cpu(program: str, arguments: list[str | Path]) -> None:
-    """A module's main on the CPU: forked where that is possible, which saves its imports. Raises as
-    `run_program`, or AssertionError."""
+    """Run a module's main on the CPU: forked if that is possible, which saves its imports. Raises
+    the errors of `run_program`, or AssertionError."""
     if torch.cuda.is_available():  # A fork cannot initialise CUDA, which torch's optimizers query.
         run_program(program, arguments, device="cpu")
     else:

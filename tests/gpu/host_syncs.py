@@ -1,8 +1,8 @@
-"""Operations of a block of code that make the host wait for the device, that carry numbers to it
-one tensor at a time, or that add numbers in an order which CUDA leaves open.
+"""Operations of a block of code that make the host wait for the device, that copy numbers to it one
+tensor at a time, or that add numbers in an order that CUDA does not define.
 
-On CUDA torch itself reports where it waits. On a CPU nothing waits: there the operations are found
-by their names, whatever made them, in the forward and the backward pass.
+On CUDA torch itself reports its waits. On a CPU nothing waits, so the operations are found by their
+names, whatever called them, in the forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ WAITING = (
     *("local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "allclose"),
     *("unique", "bincount", "repeat_interleave"),
 )
-"""Operations whose result, or its shape, the host has to know."""
+"""Operations whose result, or its shape, the host needs to know."""
 FROM_THE_HOST = ("lift_fresh",)
-"""A tensor made of Python's numbers, as by an index that is a list."""
+"""A tensor made of Python numbers, such as an index that is a list."""
 
 UNORDERED = ("index_add", "scatter_add", "index_reduce", "scatter_reduce", "cumsum", "bincount")
-"""Sums of floats whose bits do not repeat on CUDA."""
+"""Sums of floats whose bits are not reproducible on CUDA."""
 
 CROSSING = (
     (torch, "from_numpy"),
@@ -52,7 +52,7 @@ class Seen(TorchDispatchMode):
 
 
 def place() -> str:
-    """The innermost line of the package, of Megatron or of a test, that is at work."""
+    """Return the innermost line of the package, of Megatron or of a test that is being executed."""
     frames = [
         frame
         for frame in traceback.extract_stack()
@@ -79,7 +79,7 @@ class Sums(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         name = func.overloadpacket.__name__
-        # The largest or the smallest of numbers is the same in any order.
+        # The maximum or the minimum of numbers is the same in any order.
         extreme = any(each in ("amin", "amax") for each in args if isinstance(each, str))
         sums = name.lstrip("_").startswith(UNORDERED) and not extreme
         if sums and args[0].is_floating_point():
@@ -89,7 +89,7 @@ class Sums(TorchDispatchMode):
 
 @contextmanager
 def unordered_sums() -> Iterator[list[str]]:
-    """Fills the list with such sums, of the forward and the backward pass on a CPU."""
+    """Yield a list that receives such sums, of the forward and the backward pass on a CPU."""
     found: list[str] = []
     with Sums(found):
         yield found
@@ -97,7 +97,7 @@ def unordered_sums() -> Iterator[list[str]]:
 
 @contextmanager
 def host_syncs(device: str) -> Iterator[list[str]]:
-    """Fills the list with what was found: the operation, and where."""
+    """Yield a list that receives each operation found, with its place."""
     found: list[str] = []
     with ExitStack() as stack:
         for owner, name in CROSSING:

@@ -1,8 +1,8 @@
-"""One step of a tiny bfloat16 policy on layers of either family with the same weights, and each
-family's checkpoint loaded into the other.
+"""One step of a tiny bfloat16 policy with layers of either family and the same weights, and each
+family's checkpoint loaded by the other.
 
-Arguments: cpu or cuda, the material's directory (tests/parallel/layouts.py), the file to write, and
-the two families, as values of policy.layers.
+Arguments: cpu or cuda, the directory of the test data (tests/parallel/layouts.py), the file to
+write, and the two families, as values of policy.layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CASES = {
 
 
 def state_of(policy) -> dict[str, torch.Tensor]:
-    """Adam's moments and float32 weights, by canonical name."""
+    """Return Adam's moments and float32 weights, by canonical name."""
     model, found = policy.model, {}
     for kind in adam_names(model):
         (tensors,) = assembled(adam_shards(policy.optimizer, kind), model, policy.optimizer)

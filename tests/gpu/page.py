@@ -1,7 +1,8 @@
-"""`python -m tests.gpu.page`: the part of docs/gpu.md that a run on a GPU decides, from
-docs/gpu.json.
+"""`python -m tests.gpu.page`: generates the part of docs/gpu.md that depends on a run on a GPU,
+from docs/gpu.json.
 
-The record is the newest run of `make gpu-tests`, or null without a run, which the page states.
+The record is that of the newest run of `make gpu-tests`, or null without a run, which the page
+states.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ END = "<!-- end -->\n"
 NEVER = "**Not run on a GPU yet.** There are no measurements."
 
 Record = dict[str, Any] | None
-"""date, device, cuda, versions, commit, seconds; cut: tests that the time did not reach; tests:
-`file::name` -> passed, failed and skipped
-(numbers of parameters), seconds and reasons; figures: test, name, value, unit, against, and at_most
-or at_least."""
+"""date, device, cuda, versions, commit, seconds; cut: tests left out because the time ran out;
+tests: `file::name` -> passed, failed and skipped (numbers of parameters), seconds and reasons;
+figures: test, name, value, unit, against, and at_most or at_least."""
 
 
 def write(record: Record) -> None:
@@ -32,7 +32,7 @@ def write(record: Record) -> None:
 
 
 def page(text: str, record: Record) -> str:
-    """The page with the part between its two marks made again."""
+    """Return the page with the part between its two marks generated again."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + "\n".join(_run(record)) + "\n" + END + after

@@ -1,7 +1,7 @@
 """Log-probs, exported tensors and a resumed model of tiny models on one device.
 
-Arguments: cpu or cuda, the material of tests/parallel/models.py and of test_model_families.py, and
-the directory to write to.
+Arguments: cpu or cuda, the directory of the test data of tests/parallel/models.py and
+test_model_families.py, and the directory for the output.
 """
 
 from __future__ import annotations

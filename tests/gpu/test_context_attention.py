@@ -1,5 +1,5 @@
-"""Attention over rows that two ranks share is attention over the whole rows: ours on any device,
-and Transformer Engine's on two GPUs."""
+"""Attention over rows that two ranks share equals attention over the whole rows: this package's on
+any device, and Transformer Engine's on two GPUs."""
 
 import pytest
 

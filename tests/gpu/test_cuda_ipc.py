@@ -1,5 +1,5 @@
-"""Buckets that another process maps on the same GPU: the same bytes, two buckets of memory and none
-after, also where that process is killed with a bucket in its hands."""
+"""Buckets that another process maps on the same GPU: the bytes are the same, two buckets of memory
+are used and none afterwards, even if that process is killed while it maps a bucket."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def bucket_of(number: int) -> dict[str, torch.Tensor]:
 
 
 class Worker:
-    """An engine's worker as far as it takes buckets, with memory of its own for all of them."""
+    """The part of an engine's worker that receives buckets, with separate memory for all of
+    them."""
 
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -64,7 +65,8 @@ class Worker:
 
 
 def serve(pipe: Connection, device: str) -> None:
-    """take(ref): copies the bucket; map(ref): no more than that; digests(): of what was taken."""
+    """Serve requests: take(ref) copies the bucket; map(ref) only maps it; digests() returns those
+    of the copies."""
     own = [torch.empty(NBYTES // 2, dtype=torch.bfloat16, device=device) for _ in range(BUCKETS)]
     taken: dict[str, torch.Tensor] = {}
     reader = CudaIpc(torch.device(device)).reader()
@@ -109,7 +111,7 @@ def lending() -> Iterator[IpcBuckets]:
 def lend(
     lending: IpcBuckets, worker: Worker, count: int, after: Callable[[], None] = lambda: None
 ) -> None:
-    """A version of `count` buckets. `after`: called while two of them are there."""
+    """Send a version of `count` buckets. `after`: called while two of them exist."""
     buckets = [bucket_of(number) for number in range(count)]
     manifest = lending.stage(1, specs(buckets), parts(buckets))
     ref = lending.fill(0, 0, parts(buckets[:1]))
@@ -138,7 +140,7 @@ def test_another_process_takes_what_was_filled(
 def test_it_does_so_where_torch_allocates_in_expandable_segments(
     lending: IpcBuckets, worker: Worker, count: int
 ) -> None:
-    """These another process may map only if it may look into this one's files."""
+    """Another process could map these only if it may read this one's file descriptors."""
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
         lend(lending, worker, count)
@@ -147,7 +149,7 @@ def test_it_does_so_where_torch_allocates_in_expandable_segments(
 
 
 def used() -> int:
-    """Bytes of the device's memory in use, by all processes."""
+    """Return the bytes of the device's memory in use, by all processes."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -155,8 +157,8 @@ def used() -> int:
 
 
 def until_used(at_most: int) -> int:
-    """Bytes in use, once they are so few: the driver takes a killed process's back after it is
-    gone."""
+    """Return the bytes in use, once they are at most `at_most`: the driver reclaims a killed
+    process's memory after the process has ended."""
     until = time.monotonic() + 30.0
     while (found := used()) > at_most and time.monotonic() < until:
         time.sleep(0.1)
@@ -164,7 +166,7 @@ def until_used(at_most: int) -> int:
 
 
 def settled() -> int:
-    """Bytes in use, once they no longer change."""
+    """Return the bytes in use, once they no longer change."""
     found = used()
     until = time.monotonic() + 30.0
     while time.monotonic() < until:
@@ -188,8 +190,8 @@ def test_two_buckets_are_all_the_memory_it_takes_and_none_is_left(
         peak[0] = max(peak[0], total - free)
 
     lend(lending, worker, count, look)
-    # The buckets' contents are made here, and belong to this process, separate from the shared
-    # memory.
+    # The buckets' contents are made here, in memory of this process that is separate from the
+    # shared memory.
     figure(
         "memory of a version on its way, of two buckets",
         (peak[0] - before - source) / (2 * NBYTES),

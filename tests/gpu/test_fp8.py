@@ -1,9 +1,8 @@
-"""FP8 GEMMs on one CUDA device: each recipe against bfloat16 on the same rows, GAC's cosine, a step
-under every control, resumed runs, and weights kept in 8 bits.
+"""FP8 GEMMs on one CUDA device: each recipe compared with bfloat16 on the same rows, GAC's cosine,
+a step under every control, resumed runs, and FP8 weights.
 
-The bounds are twice what rounding by tests/float8.py costs this model on a CPU, which
-MAR_GPU_TESTS=cpu repeats, and docs/models.md shows; after a first pass from which delayed scaling
-learns.
+The bounds are twice the cost of rounding by tests/float8.py for this model on a CPU, after a first
+pass for delayed scaling. MAR_GPU_TESTS=cpu repeats this measurement, and docs/models.md shows it.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ pytestmark = ON_DEVICE_WITH_TE
 IN_BFLOAT16 = "bfloat16 on the same rows"
 KEPT = [recipe for recipe, facts in RECIPES.items() if not facts.primary]
 SIZES = {"hidden_size": 256, "heads": 4, "kv_heads": 2, "intermediate_size": 256, "layers": 2}
-"""Every side of a weight is a multiple of 128."""
+"""Sizes for which every side of a weight is a multiple of 128."""
 ROUNDED = {
     "tensorwise": {"logprob": 0.080, "gradient": 0.078, "norm": 0.020},
     "delayed": {"logprob": 0.080, "gradient": 0.078, "norm": 0.020},
     "blockwise": {"logprob": 0.068, "gradient": 0.065, "norm": 0.016},
     "mxfp8": {"logprob": 0.067, "gradient": 0.065, "norm": 0.016},
 }
-"""Recipe -> what rounding on a CPU costs at most, over the cases: mean error of log-probs in nats;
-1 - cosine; relative."""
+"""Recipe -> largest cost of rounding on a CPU, over the cases: mean error of log-probs in nats; 1 -
+cosine; relative."""
 BETWEEN_LAYOUTS = {"tensorwise": 1.5, "delayed": 1.5, "blockwise": 0.7, "mxfp8": 0.7}
-"""Recipe -> most that two layouts differ, by what rounding costs one of them. Two roundings that
-know nothing of each other would differ by about 1.4 of it; blocks that a rank has whole are rounded
-alike on both."""
+"""Recipe -> largest difference between two layouts, in units of the cost of rounding on one of
+them. Two independent roundings would differ by about 1.4 units; blocks that a rank holds whole are
+rounded equally on both."""
 ALLOWED = 2.0
 
 
 def between_layouts(recipe: str, what: str) -> float:
-    """Tolerance of a number of ROUNDED. 1 - cosine is the square of a distance."""
+    """Return the tolerance of a number of ROUNDED. 1 - cosine is the square of a distance."""
     return BETWEEN_LAYOUTS[recipe] ** (2 if what == "gradient" else 1)
 
 
@@ -71,7 +70,7 @@ def material() -> Path:
 
 
 def refuse(recipe: str) -> None:
-    """Skips where the device lacks the recipe."""
+    """Skip the test if the device lacks the recipe."""
     if DEVICE == "cuda":
         capability = torch.cuda.get_device_capability()
         why = lacking(recipe, capability, version_of(torch.version.cuda))
@@ -80,7 +79,7 @@ def refuse(recipe: str) -> None:
 
 
 def found(recipe: str) -> dict:
-    """Skips where the device lacks the recipe."""
+    """Return the program's results. Skips the test if the device lacks the recipe."""
     refuse(recipe)
     outcome = _found(recipe)
     if isinstance(outcome, Exception):
@@ -96,7 +95,8 @@ LAYOUTS = {
 
 
 def on_layout(recipe: str, layout: str) -> dict:
-    """Skips where the device lacks the recipe, or there are too few."""
+    """Return the results with one layout. Skips the test if the device lacks the recipe, or if
+    there are too few devices."""
     refuse(recipe)
     outcome = _on_layout(recipe, layout)
     if isinstance(outcome, Exception):
@@ -118,7 +118,8 @@ def _on_layout(recipe: str, layout: str) -> dict | Exception:
 
 @functools.cache
 def _found(recipe: str) -> dict | Exception:
-    """A failure is returned, so that it is waited for once and not by every test."""
+    """Return the results or the failure, so that a failure is awaited once and not by every
+    test."""
     output = layouts.temporary() / "fp8.pt"
     try:
         run_program("tests.gpu.fp8_program", [DEVICE, recipe, material(), output])
@@ -247,7 +248,7 @@ def test_fp8_weights_continue_bit_for_bit(recipe):
     kept = found(recipe)["kept"]
     assert_goes_on(kept["resumed"])
     assert all(np.isfinite(step["policy/grad_norm"]) for step in kept["steps"])
-    # Its reference is refreshed after every step, so it stays the policy itself.
+    # Its reference is refreshed after every step, so it always equals the policy.
     assert [step["ratio/kl_reference"] for step in kept["steps"]] == [
         pytest.approx(0.0, abs=1e-6)
     ] * 3

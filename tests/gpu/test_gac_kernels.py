@@ -1,7 +1,8 @@
-"""GAC's kernels on one CUDA device: the CPU's numbers, and the time of their bytes.
+"""GAC's kernels on one CUDA device: their results equal the CPU's, and their time is close to that
+of moving their bytes.
 
-The floor is the bytes that have to move (gac_kernels.py) at the rate of a copy measured in the same
-test.
+The floor is the bytes that must be moved (gac_kernels.py) at the rate of a copy measured in the
+same test.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def supported(number_format: str) -> None:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """The median of TURNS runs on the device, after two."""
+    """Return the median of TURNS runs on the device, after two warm-up runs."""
     times = []
     for turn in range(TURNS + 2):
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -53,7 +54,7 @@ def test_kernels_give_the_cpus_numbers(number_format, dtype, raw):
         found = []
         for device in ("cpu", DEVICE):
             held = GradientReference(number_format, torch.device(device), None, [base.shape])
-            # The CPU's is compressed there; writing again what was read gives the same bits.
+            # The CPU compresses here; writing the read numbers again gives the same bits.
             held.put([base.to(device)])
             gradient = g.to(device, copy=True)
             (written,) = held.written()
@@ -90,7 +91,7 @@ def test_sweeps_take_the_time_of_their_bytes(number_format, billions, figure):
     supported(number_format)
     elements = billions << 30
     needed = elements * (4 + REFERENCE_BYTES[number_format]) + (1 << 30)
-    torch.cuda.empty_cache()  # what earlier sizes have left with the allocator
+    torch.cuda.empty_cache()  # memory that earlier sizes left in the allocator
     free = torch.cuda.mem_get_info()[0]
     if free < needed:
         pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory, {free / 2**30:.0f} are free")
@@ -101,7 +102,7 @@ def test_sweeps_take_the_time_of_their_bytes(number_format, billions, figure):
     kernels = kernels_for(g.device, number_format)
     assert kernels is not None, "Triton is not here: the torch path would be timed"
 
-    # Half of the gradient onto the other half: as many bytes read as written.
+    # Copy one half of the gradient to the other: as many bytes are read as written.
     half = elements // 2
     rate = 4 * elements / seconds(lambda: g[:half].copy_(g[half:]))
     reference_bytes = REFERENCE_BYTES[number_format]

@@ -1,5 +1,5 @@
-"""GAC's reference in page-locked host memory: the same bits as on the GPU, with the copies on a
-stream of their own."""
+"""GAC's reference in page-locked host memory has the same bits as on the GPU, although a separate
+stream copies it."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ SIZES = (50_000_000, 3_000, 20_000_001) if DEVICE == "cuda" else (5_000, 3_000, 
 
 
 def run(settings: GacControl) -> tuple[list[dict[str, float]], list[torch.Tensor]]:
-    """Large shards, so that copies are still under way when the gradient is written over and the
-    next step begins."""
+    """Run with large shards, so that copies are still in progress when the gradient is overwritten
+    and the next step begins."""
     draw = torch.Generator(DEVICE).manual_seed(0)
     common = [torch.randn(size, device=DEVICE, generator=draw) for size in SIZES]
     control, metrics, sums = Gac(settings), [], []
@@ -63,7 +63,7 @@ def test_an_offloaded_reference_takes_no_memory_of_the_gpu_between_steps(element
         control.apply(step(gradients))
         del gradients
         torch.cuda.synchronize()
-        # The allocator takes back what another stream has used when it is next asked for memory.
+        # The allocator reclaims memory that another stream has used only at its next allocation.
         torch.empty(1, device="cuda")
         held[offload] = torch.cuda.memory_allocated() - before
     assert held["none"] >= 4 * elements

@@ -1,5 +1,5 @@
-"""Transformer Engine's layers against the local ones on one CUDA device, in bfloat16 and from the
-same weights: log-probs, gradients, a step, and checkpoints from one to the other."""
+"""Transformer Engine's layers compared with the local ones on one CUDA device, in bfloat16 and with
+the same weights: log-probs, gradients, a step, and checkpoints from one to the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = ON_DEVICE_WITH_TE
 FAMILIES = ("local", "transformer_engine" if DEVICE == "cuda" else "local")
 ALLOWED = TOLERANCES["bfloat16"]
 NO_FARTHER = 2.0
-"""Most that Transformer Engine's distance from float32 on the CPU may be, by the local layers'."""
+"""Limit of Transformer Engine's distance from float32 on the CPU, in units of the local layers'."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_step_has_the_local_layers_loss_norm_and_weights(found, case):
         for each in found[case]
     ]
     assert cosine(*first) > 1.0 - ALLOWED["gradient"]
-    # Adam's step is at most the learning rate; beyond that is the rounding of the weights.
+    # Adam's step is at most the learning rate; the rest is the rounding of the weights.
     assert bool(((one - other).abs() <= other.abs() / 256 + 2 * 1e-3).all())
 
 

@@ -1,5 +1,5 @@
-"""Sums over long shards and log-probs of the vocabulary, on one CUDA device and on the CPU, against
-float64."""
+"""Sums over long shards and log-probs of the vocabulary, on one CUDA device and on the CPU,
+compared with float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICES = ["cpu", pytest.param(DEVICE, marks=ON_DEVICE)]
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_cosine_of_long_shards_is_exact_to_a_millionth(device, figure):
-    """Longer than one block on CUDA, so that blocks are added up, too."""
+    """The shards are longer than one block on CUDA, so that blocks are added up, too."""
     draw = torch.Generator().manual_seed(0)
     sizes = (CUDA_BLOCK + 12_345 if device == "cuda" else 300_001, 4097, 7)
     left = [torch.randn(size, generator=draw) for size in sizes]

@@ -1,4 +1,4 @@
-"""Transformer Engine's kernel over a packed row, against our own attention over the same row."""
+"""Transformer Engine's kernel over a packed row, compared with this package's attention."""
 
 import numpy as np
 import pytest

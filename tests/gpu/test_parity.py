@@ -1,4 +1,4 @@
-"""The same policy code on one CUDA device, against transformers on the CPU in float32."""
+"""The same policy code on one CUDA device, compared with transformers on the CPU in float32."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def found(tmp_path_factory):
 
 
 def furthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """The largest difference; not a number where one is not."""
+    """Return the largest difference; nan if one is nan."""
     assert [one.shape for one in ours] == [other.shape for other in theirs]
     return float((torch.cat(ours).double() - torch.cat(theirs).double()).abs().max())
 

@@ -1,5 +1,5 @@
-"""vLLM's FP8 on a GPU: an engine after an update computes what it does when it has just read the
-same weights, bit for bit, and each bit that came is proved."""
+"""vLLM's FP8 on a GPU: after an update an engine computes the same, bit for bit, as if it had just
+read the same weights, and each received bit is verified."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = ON_DEVICE
 KNOWN = QUANTISED_AS_LOADED if DEVICE == "cuda" else QUANTISED_AS_LOADED[:1]
 FAMILIES = ("qwen3", "qwen3_moe") if DEVICE == "cuda" else ("qwen3",)
 SHAPE = {"hidden_size": 256, "heads": 4, "kv_heads": 2, "intermediate_size": 512}
-"""Sizes in whole blocks of 128."""
+"""Sizes that are whole blocks of 128."""
 
 
 @pytest.mark.parametrize("quantization", KNOWN)

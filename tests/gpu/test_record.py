@@ -144,7 +144,7 @@ class Item:
 
 
 class Settings:
-    """A pytest.Config with or without pytest-xdist."""
+    """Replacement of a pytest.Config with or without pytest-xdist."""
 
     def __init__(self, *plugins: str) -> None:
         self.pluginmanager = self

@@ -1,5 +1,5 @@
-"""Whole training steps on one CUDA device (loss, backward, GAC, clipping, Adam) against the CPU's
-in float32; what the CPU alone can show of the same program runs everywhere."""
+"""Whole training steps on one CUDA device (loss, backward, GAC, clipping, Adam), compared with the
+CPU's in float32. Statements that the CPU alone can prove with the same program run everywhere."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ RUNS = [
 RECOMPUTED = ("selective", "full")
 ON_THE_CPU = "float32 on the CPU"
 MODELS = ["tied", "packed", "mixture"]
-"""`packed` is the tied one on packed rows: by Transformer Engine's kernel where there is one and
-the models are BF16."""
+"""`packed` is the tied model on packed rows: with Transformer Engine's kernel if it is available
+and the models are BF16."""
 FILES = {"packed": "tied"}
 DECIDED = (
     "gac/",
@@ -40,8 +40,8 @@ DECIDED = (
     "policy/beta1",
 )
 MEGATRONS = "lift_fresh megatron/core/pipeline_parallel/schedules.py"
-"""Its schedule's count of tokens begins with a 0 on the host."""
-# Of losses and norms relatively, of cosines and log-probs absolutely.
+"""The token count of Megatron's schedule, which begins with a 0 on the host."""
+# Tolerances: relative for losses and norms, absolute for cosines and log-probs.
 TOLERANCES = {
     "float32": {
         "loss": 1e-5,
@@ -64,7 +64,7 @@ TOLERANCES = {
 
 def trained(device: str, dtype: str) -> dict:
     if (device, dtype) != ("cpu", "float32"):
-        trained("cpu", "float32")  # whose checkpoint the others continue from
+        trained("cpu", "float32")  # the others continue from its checkpoint
     found = _trained(device, dtype)
     if isinstance(found, Exception):
         raise found
@@ -73,7 +73,8 @@ def trained(device: str, dtype: str) -> dict:
 
 @functools.cache
 def _trained(device: str, dtype: str) -> dict | Exception:
-    """A failure is returned, so that it is waited for once and not by every test."""
+    """Return the results or the failure, so that a failure is awaited once and not by every
+    test."""
     output = layouts.temporary() / "results.pt"
     arguments = [device, dtype, layouts.material(), output, checkpoint()]
     try:
@@ -111,7 +112,7 @@ def test_the_steps_compared_project_clip_and_move_every_tensor(model):
 def test_the_model_lies_on_its_device_in_its_dtype(device, dtype, model):
     found = trained(device, dtype)[model]
     assert found["devices"] == {device}
-    # The router's product, not its weight, is float32.
+    # The router's GEMM, not its weight, is float32.
     assert found["dtypes"] == {f"torch.{dtype}"}
 
 
@@ -192,7 +193,7 @@ def test_scores_are_float32_log_probs_near_those_of_the_cpu(device, dtype, model
 
 
 def assert_moved_alike(found: torch.Tensor, expected: torch.Tensor, dtype: str, lr: float) -> None:
-    """Three steps of at most `lr` each: beyond those, bfloat16 has the rounding of the weights."""
+    """Compare after three steps of at most `lr` each; bfloat16 adds the rounding of the weights."""
     if dtype == "float32":
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0.0)
     else:
@@ -236,7 +237,7 @@ def test_gacs_cosine_is_that_of_the_same_shards_in_float64(device, dtype, figure
 
 
 def hold_gacs_cosine(figure, what: str, found: float, exact: float, *, least: float) -> None:
-    """least: of the exact cosine's size, below which its error would say little."""
+    """Compare GAC's cosine. least: size of the exact cosine below which an error is meaningless."""
     assert least < abs(exact) < 0.99
     figure(
         f"GAC's cosine over the model, {what}, error",
@@ -261,7 +262,7 @@ def test_a_missing_gradient_moment_or_master_is_refused(device, dtype):
         assert "decoupled_grad" in said["gradient"]
         assert "decoupled_grad" in said["update"]
         assert "holds it as torch.float16" in said["moment"]
-        assert "exp_avg_sq in float32 or bfloat16 is wanted" in said["saved"]
+        assert "exp_avg_sq in float32 or bfloat16 is needed" in said["saved"]
         assert "no float32 master" in said["master"]
 
 
@@ -269,7 +270,7 @@ def test_a_missing_gradient_moment_or_master_is_refused(device, dtype):
 def test_gradients_and_moments_in_bfloat16_move_the_weights_as_those_in_float32(
     device, dtype, figure
 ):
-    """Cosine of the movement, which weights in bfloat16 round; norms of gradients."""
+    """Compares the cosine of the movement, which bfloat16 weights round, and gradient norms."""
     found, expected = trained(device, dtype)["lean"]["cpu"], trained(device, dtype)["tied"]
     assert found["buffers"] == {f"torch.{dtype}"}
     start = flat({n: t.float() for n, t in tensors_of(layouts.material() / "tied").items()})

@@ -1,8 +1,9 @@
 """Training steps of a tiny policy on one device: scores, steps under each control, gradients,
-weights, recomputation, and checkpoints of its own and of another process.
+weights, recomputation, and checkpoints of this and of another process.
 
-Arguments: cpu or cuda, the models' dtype, the material's directory (tests/parallel/layouts.py), the
-file to write, and the directory of the other's checkpoint, which is written where there is none.
+Arguments: cpu or cuda, the models' dtype, the directory of the test data
+(tests/parallel/layouts.py), the file to write, and the directory of the other's checkpoint, which
+is written if it is absent.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ CONTROLS = (
 
 
 SMOOTH = ObjectiveConfig(loss=ReinforceLoss())
-"""Objective of gradients that are compared: with a clipped one, rounding may move a token over the
-bound, which changes the gradient by that token's whole part."""
+"""Objective for the comparison of gradients: with a clipped one, rounding may move a token across
+the bound, which changes the gradient by that token's whole part."""
 LEAN = {"moment_dtype": "bfloat16", "moment_offload": "cpu"}
-"""The least that moments take on the device; with models in bfloat16 gradients are summed so,
-too."""
+"""Settings with the least moment memory on the device; with BF16 models gradients are also summed
+in BF16."""
 
 
 def cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -71,7 +72,7 @@ def cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def controlled(rank: Rank, control, dtype: str) -> dict:
-    """Three steps on batches of samples that began under any version so far."""
+    """Return three steps on batches of samples that began under any version so far."""
     policy, steps = displacement_program.trained(
         rank, "tied", ["a", "a", "b"], control, dtype=dtype, lr=1e-3
     )
@@ -79,7 +80,7 @@ def controlled(rank: Rank, control, dtype: str) -> dict:
 
 
 def cosines(rank: Rank, dtype: str) -> tuple[float, float]:
-    """GAC's of two batches' gradients, and that of the same shards put together in float64."""
+    """Return GAC's cosine of two batches' gradients, and that of the same shards in float64."""
     policy = rank.policy(controls=(), dtype=dtype)
     control, whole = Gac(GacControl(c_low=0.15)), []
     for name in ("a", "b"):
@@ -91,9 +92,9 @@ def cosines(rank: Rank, dtype: str) -> tuple[float, float]:
 
 
 def waits(rank: Rank, kind: str, dtype: str, sequence: str) -> dict:
-    """Host syncs and uploads of the targets while a step's micro-batches run, after a first
+    """Return host syncs and uploads of the targets during a step's micro-batches, after a first
     step."""
-    # A budget that cuts the batch into more than two micro-batches.
+    # A budget that divides the batch into more than two micro-batches.
     policy = rank.policy(dtype=dtype, sequence=sequence, budget=96)
     batch, run, steps = received(policy, rank.batches["a"]), policy.schedule.forward_backward, []
 
@@ -114,8 +115,8 @@ def waits(rank: Rank, kind: str, dtype: str, sequence: str) -> dict:
 
 
 def refusals(rank: Rank, dtype: str) -> dict[str, dict[str, str]]:
-    """Errors of AdamView's accessors with and without the distributed optimizer, over Megatron's
-    Adam and over ours."""
+    """Return errors of AdamView's accessors with and without the distributed optimizer, over
+    Megatron's Adam and over BlockAdam."""
     found, whole = {}, rank.parallel
     for distributed, settings in product((True, False), ({}, LEAN)):
         rank.parallel = whole.model_copy(update={"distributed_optimizer": distributed})
@@ -130,8 +131,8 @@ def refusals(rank: Rank, dtype: str) -> dict[str, dict[str, str]]:
 
 
 def lean(rank: Rank, dtype: str, **settings: str) -> dict:
-    """The steps of the tied policy with moments in bfloat16, and where those lie: (device, dtype,
-    whether the host's memory is page-locked)."""
+    """Return the steps of the tied policy with moments in bfloat16, and the moments' (device,
+    dtype, True if page-locked)."""
     policy = rank.policy(dtype=dtype, lr=1e-3, **settings)
     trained = rank.train(policy, ["a", "a", "b"])
     moments = [
@@ -150,7 +151,7 @@ def lean(rank: Rank, dtype: str, **settings: str) -> dict:
 
 
 def said_of(policy, part) -> dict[str, str]:
-    """Errors with all of the state, and with each part removed from one parameter."""
+    """Return the errors with all of the state, and with each part removed from one parameter."""
     view = AdamView(policy.optimizer, policy.config.optimizer, 1, TakenStep(1e-3, 0.9))
     asked = {
         "gradient": lambda: gradients_of(policy.optimizer, policy.layout),
@@ -179,7 +180,7 @@ def answer(ask: Callable[[], object]) -> str:
 
 
 def furthest(found: dict, plain: dict) -> float:
-    """Largest difference of gradient buffers and weights; 0 where every bit is the same."""
+    """Return the largest difference of gradient buffers and weights; 0 if all bits are equal."""
     return max(
         float((one.float() - other.float()).abs().max())
         for what in ("buffers", "weights")
@@ -188,7 +189,7 @@ def furthest(found: dict, plain: dict) -> float:
 
 
 def carried(rank: Rank, dtype: str, checkpoint: Path) -> dict:
-    """The step after a checkpoint, and the weights it began with."""
+    """Return the step after a checkpoint, and the weights with which it began."""
     policy = rank.policy(dtype=dtype)
     if not checkpoint.exists():
         rank.train(policy, ["a", "a"])

@@ -41,21 +41,21 @@ DEADLINE_S = 300.0
 VOCABULARY = 96
 ENGINES = 2
 GROUPS = 4
-"""Groups of a step, as in `config_tree`."""
+"""Number of groups of a step, as in `config_tree`."""
 
 
 class EngineDied(RuntimeError):
-    """Stands for the death of an engine's process."""
+    """Simulated death of an engine's process."""
 
 
 class Crash(RuntimeError):
-    """Stands for the death of rank 0."""
+    """Simulated death of rank 0."""
 
 
 class LoopEngine(FakeEngine):
-    """Engine whose responses depend on the request alone.
+    """Engine whose responses depend only on the request.
 
-    fails_at: (name of a call, number of that call among all engines'), at which this engine dies.
+    fails_at: (name of a call, number of that call over all engines), at which this engine dies.
     """
 
     def __init__(self, calls: Counter[str], fails_at: tuple[str, int] | None) -> None:
@@ -64,8 +64,8 @@ class LoopEngine(FakeEngine):
         self._fails_at = fails_at
         self.alter = varied
         self.holds_back = False
-        """It answers for a step's groups only once it holds the version before the step's: while
-        older versions train, those groups have no response."""
+        """True if it answers a step's groups only once it holds the version before the step's:
+        while older versions train, those groups have no response."""
         self.digests: dict[int, dict[str, str]] = {}
         """Digests of the weights, by version."""
         for name in ("sleep", "wake weights", "wake cache"):
@@ -98,7 +98,7 @@ class LoopEngine(FakeEngine):
 
 
 def varied(sample: Sample) -> Sample:
-    """`sample` with tokens, log-probs and a reward drawn from its id."""
+    """Return `sample` with tokens, log-probs and a reward drawn from its id."""
     group, _, k = sample.id.rpartition("-")
     draw = np.random.default_rng([abs(int(group)), int(k)])
     ids = draw.integers(1, VOCABULARY, len(sample.versions)).astype(np.int32)
@@ -108,9 +108,9 @@ def varied(sample: Sample) -> Sample:
 
 
 class Engines:
-    """Starts LoopEngines. calls: how often each call of an engine was made, over all engines.
+    """Starts LoopEngines. calls: number of times that each call was made, over all engines.
 
-    fails_at: as LoopEngine's. prepare: called on each engine before it serves.
+    fails_at: see LoopEngine. prepare: called on each engine before it serves.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Engines:
 
 
 class CrashingRank(TrainerRank):
-    """crashes_at: (name of a method, number of its call), where it raises Crash."""
+    """Rank that raises Crash. crashes_at: (name of a method, number of its call)."""
 
     crashes_at: tuple[str, int] | None = None
 
@@ -175,7 +175,7 @@ class CrashingRank(TrainerRank):
 
 
 class Answer:
-    """Stands for Ray's object reference."""
+    """Replacement of Ray's object reference."""
 
     def __init__(self, answer: Future[Any]) -> None:
         self._answer = answer
@@ -244,7 +244,7 @@ class OneProcess:
     def run(
         self, config: Config, engines: Engines, crashes_at: tuple[str, int] | None = None
     ) -> Path:
-        """The run's folder. Raises what ended the run."""
+        """Return the run's folder. Raises the error that ended the run."""
         self._launch = engines
         config.run.dir.mkdir(exist_ok=True)
         layout = initialise(config.policy.parallel, "cpu", timeout_s=DEADLINE_S)
@@ -264,7 +264,7 @@ class OneProcess:
             layout.shutdown()
         return config.run.dir
 
-    # Functions that `batches` calls of Ray, and of the deadlines around it
+    # Functions of Ray, and of deadlines for it, that `batches` calls
 
     def _start(self, source: PromptProvider, spec: ControllerSpec) -> ControllerThread:
         return ControllerThread(source, spec, self._launch)
@@ -289,4 +289,4 @@ class OneProcess:
         self.pending = [index for index, _ in controller.controller._state()["pending"]]
 
     def shutdown(self) -> None:
-        """Nothing was started."""
+        """Do nothing, because nothing was started."""

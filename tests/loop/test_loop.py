@@ -1,4 +1,5 @@
-"""Statements about whole runs: what is trained, in which order, and what an error leaves behind."""
+"""Statements about whole runs: the trained data, the order of events, and the state after an
+error."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneProcess]:
 
 @pytest.fixture(scope="module")
 def weights(loop: OneProcess) -> dict[str, np.ndarray]:
-    """Final weights of a synchronous run that nothing disturbs."""
+    """Return the final weights of a synchronous run without disturbances."""
     return weights_of(loop.run(loop.config("undisturbed", *SYNCHRONOUS), Engines()))
 
 
@@ -56,8 +57,8 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def require_whole(loop: OneProcess, run_dir: Path, steps: int = STEPS) -> None:
-    """Every step trained its four groups, each group once; every other group that was admitted
-    still waits; and the status reports the end."""
+    """Check that every step trained its four groups, each group once, that every other admitted
+    group still waits, and that the status reports the end."""
     history = account(run_dir, buffer=loop.pending)
     trained = list(history.consumed.values())
     assert sorted(trained) == sorted(list(range(1, steps + 1)) * 4)
@@ -195,7 +196,7 @@ def test_a_resumed_asynchronous_run_loses_nothing(loop: OneProcess, crash: tuple
         loop.run(config, Engines(prepare=prepare), crashes_at=crash)
     resumed = Engines(prepare=prepare)
     require_whole(loop, loop.run(config, resumed), 2 * STEPS)
-    # The crash at the end of a step comes before that step's checkpoint.
+    # The crash at the end of a step precedes that step's checkpoint.
     done = crash[1] - 1
     if crash[0] != "publish":
         assert resumed.all[0].updates[0] == done, "the run goes on where it was"
@@ -332,7 +333,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_traced(loop: OneProcess) -> No
 def test_an_anomalous_gradient_is_traced_and_trained_on_unchanged(
     loop: OneProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 6 has a group whose rewards differ by 10,000 times what others' do."""
+    """Step 6 has a group with rewards that differ 10,000 times as much as others."""
     squares: list[dict[str, float]] = []
     made: dict[str, Sample] = {}
     measure = AnomalyReport._squares_of_parameters

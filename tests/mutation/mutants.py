@@ -1,12 +1,13 @@
 """Mutants of the package: small edits of its source. Some test should fail for each.
 
-A mutant is one edit of one node of the syntax tree, applied to the text of its file, so that every
-other line stays where it is. Text is never edited: no test should depend on the wording of a
-message. Neither are annotations (apart from calls in them, such as pydantic's `Field`), log and
-warning calls, arguments of exceptions, `__repr__`, constants that name one number (`WINDOW = 50`;
-tests use the name), and durations (`*_S`, `timeout=`), since tests may not depend on a clock.
+A mutant is one edit of one node of the syntax tree, applied to the text of its file, so that all
+other lines stay in place. Text is never edited, because no test should depend on the wording of a
+message. Annotations are not edited either (apart from calls in them, such as pydantic's `Field`),
+nor log and warning calls, arguments of exceptions, `__repr__`, constants that name one number
+(`WINDOW = 50`; tests use the name), and durations (`*_S`, `timeout=`), since tests may not depend
+on a clock.
 
-Invariant: the key of a mutant names its function and the text of its statement, not its line or
+Invariant: the key of a mutant contains its function and the text of its statement, not its line or
 file, so that a sample and the list of reviewed mutants survive edits elsewhere.
 """
 
@@ -54,10 +55,10 @@ DURATIONS = ("timeout", "seconds", "patience", "interval")
 
 @dataclass(frozen=True)
 class Mutant:
-    """`file` with `text` in place of the characters from `start` to `end`.
+    """`file` with `text` instead of the characters from `start` to `end`.
 
     lines: first and last line of the statement, or of the header of a block. place: qualified name
-    of the function. statement: its text. before, after: of the edited node.
+    of the function. statement: its text. before, after: texts of the edited node.
     """
 
     file: str
@@ -82,14 +83,14 @@ class Mutant:
 
 
 def mutants_of(file: str, source: str) -> list[Mutant]:
-    """Mutants of the file named `file`, in the order of its lines."""
+    """Return the mutants of the file named `file`, in the order of its lines."""
     finder = _Finder(file, source)
     finder.block(ast.parse(source).body, "")
     return finder.found
 
 
 def sample(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """`count` mutants drawn evenly over the statements that have any, one of each statement.
+    """Return `count` mutants drawn uniformly from the statements that have any, one per statement.
 
     Statements are ordered by a digest of the seed and their text, so an edit of the package changes
     only the draw of the edited statements.
@@ -111,7 +112,7 @@ def package_mutants(package: Path) -> list[Mutant]:
     return [
         mutant
         for path in sorted(package.rglob("*.py"))
-        if "share" not in path.relative_to(package).parts  # links to what is not package code
+        if "share" not in path.relative_to(package).parts  # links to files that are not code
         for mutant in mutants_of(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
     ]
 
@@ -157,7 +158,7 @@ class _Finder:
             self.block(body, place)
 
     def _edits(self, node: ast.stmt, place: str, header: Sequence[ast.expr]) -> None:
-        """Adds the mutants of one statement, without those of the blocks in it."""
+        """Add the mutants of one statement, without those of the blocks in it."""
         edits = [*_of_statement(node), *(edit for one in header for edit in _of(one))]
         if not edits:
             return
@@ -191,12 +192,12 @@ class _Finder:
             )
 
     def _offset(self, line: int, column: int) -> int:
-        """Position in the text, in characters."""
+        """Return the position in the text, in characters."""
         return len(self._bytes[: self._lines[line - 1] + column].decode())
 
 
 def _parts(node: ast.stmt) -> tuple[list[ast.expr], list[list[ast.stmt]]]:
-    """Expressions of a statement's header that may be edited, and its blocks."""
+    """Return the expressions of a statement's header that may be edited, and its blocks."""
     match node:
         case ast.If() | ast.While():
             return [node.test], [node.body, node.orelse]
@@ -256,7 +257,7 @@ def _of_statement(node: ast.stmt) -> Iterator[tuple[ast.AST, ast.AST | str]]:
 
 
 def _of(node: ast.expr) -> Iterator[tuple[ast.AST, ast.AST | str]]:
-    """Edits of an expression and of those in it."""
+    """Yield edits of an expression and of those in it."""
     match node:
         case ast.JoinedStr() | ast.Lambda(body=ast.Constant()):
             return
@@ -300,7 +301,7 @@ def _of(node: ast.expr) -> Iterator[tuple[ast.AST, ast.AST | str]]:
 
 
 def _is_log(node: ast.AST) -> bool:
-    """True for a call of a logger, `print` or `warn`."""
+    """Return True for a call of a logger, `print` or `warn`."""
     if isinstance(node, ast.Await):
         node = node.value
     if not isinstance(node, ast.Call):

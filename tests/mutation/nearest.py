@@ -28,9 +28,9 @@ class ImportMap:
         self._tree = cache(self._read_tree)
 
     def nearest(self, file: str) -> list[str]:
-        """Test files that import `file`, nearest first: those named after the module, then by the
-        number of imports between them, by how often they use a name of the module, and by how few
-        other modules they import."""
+        """Return the test files that import `file`, nearest first: those named after the module,
+        then by the number of imports between them, by the number of uses of the module's names, and
+        by how few other modules they import."""
         name = Path(file).stem if Path(file).stem != "__init__" else Path(file).parent.name
         ranked = []
         for test in self._tests:
@@ -43,7 +43,7 @@ class ImportMap:
         return [test for *_, test in ranked]
 
     def _uses(self, test: str, file: str) -> int:
-        """How often `test` names what it imports from `file`."""
+        """Return how often `test` uses names that it imports from `file`."""
         module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         tree = self._tree(test)
         names = {

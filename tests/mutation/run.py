@@ -1,22 +1,22 @@
 """Mutation test: edits one place of the package at a time and runs the nearest unit tests.
 
     python -m tests.mutation.run                          a sample of the package
-    python -m tests.mutation.run --seed 7 --count 100     another one
-    python -m tests.mutation.run --only flow/buffer.py    of some files
+    python -m tests.mutation.run --seed 7 --count 100     another sample
+    python -m tests.mutation.run --only flow/buffer.py    a sample of some files
     python -m tests.mutation.run --key _gather_bucket --tests tests/parallel/test_export.py
-                                                          against tests that start ranks or engines
+                                                          tests that start ranks or engines
 
 Prints every mutant with `killed by TEST`, `killed by time or crash`, or `SURVIVED`, and fails if
 more than `--limit` mutants survive that reviewed.txt does not list: those change the behaviour of
-the package, and no near test notices.
+the package, and no nearby test notices.
 
 Invariants:
-- the checkout is never edited: mutants live in a copy of it in a temporary folder, which every
+- the checkout is never edited: mutants are in a copy of it in a temporary folder, which every
   process of a test imports;
-- every mutant starts from a process that has imported third parties (which takes longer than most
-  tests) but no module of the package;
+- every mutant starts from a process that has imported third-party packages (which takes longer than
+  most tests) but no module of the package;
 - tests that fail, or do not run, without a mutant judge none;
-- nothing that a test started outlives it.
+- no process that a test started outlives it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ import pytest
 from tests.mutation.mutants import Mutant, package_mutants, sample
 from tests.mutation.nearest import ImportMap
 
-# Threads of libraries would not be there after a fork.
+# Threads of libraries would not exist after a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("MAR_TESTS", None)  # the tests of the gate, without those marked `thorough`
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
@@ -63,21 +63,21 @@ NEAREST = 6
 WHOLE_LOOP = "tests/loop/test_loop.py"
 """Its tests execute much of the package: those that execute a mutant's lines run, too."""
 TESTS_S = 60.0
-"""Length, in all, of the tests of one round that execute a mutant's lines."""
+"""Total duration of the tests of one round that execute a mutant's lines."""
 NAMED_TESTS_S = 900.0
 FILE_S = 900.0
 """Longest time that the tests of one file may take without a mutant."""
 OTHERS_S = 15.0
-"""Length, in all, of tests that may execute a mutant's lines out of sight: in a fixture of an
+"""Total duration of tests that may execute a mutant's lines without a record: in a fixture of an
 earlier test or in another process."""
 PROCESS_S = 0.3
-"""No Python process with the package takes less."""
+"""Shortest duration of a Python process with the package."""
 FACTOR = 6.0
 EXTRA_S = 60.0
-"""A test of a mutant may take FACTOR times as long as without it, and EXTRA_S: then it hangs."""
+"""A test with a mutant may take FACTOR times its usual duration plus EXTRA_S; longer is a hang."""
 
-# The imports of tests/parallel/preloaded.py and of the unit tests; the third parties among what
-# they bring are imported before the first fork.
+# The imports of tests/parallel/preloaded.py and of the unit tests; the third-party packages among
+# them are imported before the first fork.
 PRELOADED = f"""
 import sys
 import {PACKAGE}.cli, {PACKAGE}.launch.launcher, {PACKAGE}.plan.preflight
@@ -144,8 +144,8 @@ class LineRecorder:
 
 
 class ChosenTests:
-    """A pytest plug-in that runs the tests named in `limits`, in that order, and notes the first
-    that fails. Ends the process if one takes longer than its limit, in seconds."""
+    """A pytest plug-in that runs the tests named in `limits`, in that order, and records the first
+    one to fail. Ends the process if a test takes longer than its limit, in seconds."""
 
     def __init__(self, limits: dict[str, float]) -> None:
         self._limits = limits
@@ -197,7 +197,7 @@ class Workspace:
             check=True,
         )
         # For the processes that tests start; ahead of an installed package. Byte code of a mutant
-        # would outlive it, for it may have the size and the second of the original.
+        # would outlive it, because it may have the size and the second of the original.
         os.environ["PYTHONPATH"] = str(self.root)
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         sys.dont_write_bytecode = True
@@ -225,8 +225,9 @@ class Workspace:
 
 
 def run_in_child(act: Callable[[], Any], timeout: float, output: Path) -> Any:
-    """The result of `act` in a child process, as JSON has it; null if it takes longer than
-    `timeout` or the child fails. Its output goes to a file. Ends all that the child started."""
+    """Return the result of `act` in a child process, converted by JSON; None if it takes longer
+    than `timeout` or the child fails. Its output goes to a file. Ends all processes that the child
+    started."""
     before = set(psutil.Process().children(recursive=True))
     read, write = os.pipe()
     child = os.fork()
@@ -271,13 +272,13 @@ def _result(child: int, read: int, timeout: float) -> Any:
                 waiting.remove(process)
     os.close(process)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # it is not reaped yet, so the number is still its own
+        os.killpg(child, signal.SIGKILL)  # it is not reaped yet, so its id is not reused
     _, status = os.waitpid(child, 0)
     return json.loads(b"".join(parts)) if status == 0 else None
 
 
 def _end_new_children(before: set[psutil.Process]) -> None:
-    """Ends what a test left behind; its orphans come to this process, which is their subreaper."""
+    """End the processes that a test left; this process is their subreaper, so it gets orphans."""
     left = [one for one in psutil.Process().children(recursive=True) if one not in before]
     for orphan in left:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -302,7 +303,7 @@ def _preload() -> None:
 
 
 def _pytest(files: Iterable[str], plugin: Any, *options: str) -> int:
-    """Runs pytest in this process, in the copy."""
+    """Run pytest in this process, in the copy."""
     return int(
         pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options, *files], [plugin])
     )
@@ -324,12 +325,12 @@ class Judge:
         self._package = package.hexdigest()
 
     def verdict(self, mutant: Mutant) -> str:
-        """`survived`, or what killed the mutant."""
+        """Return `survived`, or the reason why the mutant was killed."""
         places = {f"{mutant.file}:{line}" for line in range(mutant.lines[0], mutant.lines[1] + 1)}
         files = self._map.nearest(mutant.file)
         near, far = files[: self._nearest], files[self._nearest :]
         others: list[tuple[bool, float, str]] = []
-        # Most mutants need the baseline of one file only.
+        # Most mutants only need the baseline of one file.
         for at, some in enumerate((near[:1], near[1:3], near[3:], [WHOLE_LOOP, *far])):
             tests, more = self._tests(some, places)
             others += more if at < 3 else []
@@ -339,7 +340,7 @@ class Judge:
         return self._killer(mutant, chosen) or "survived"
 
     def verdict_of(self, mutant: Mutant, tests: list[str]) -> str:
-        """`survived`, or `killed`, by tests that are named and not chosen by their lines."""
+        """Return `survived` or `killed` with the named tests, without a choice by their lines."""
 
         def act() -> int:
             return _pytest(tests, object(), "-x")
@@ -349,7 +350,7 @@ class Judge:
         return "survived" if found == 0 else "named tests"
 
     def _within(self, tests: list[str], seconds: float) -> list[str]:
-        """The first tests, as many as take no longer in all, and one at least."""
+        """Return the first tests whose total duration is at most `seconds`, but at least one."""
         total, chosen = 0.0, list[str]()
         for test in tests:
             total += self._baselines[test.partition("::")[0]].seconds[test]
@@ -360,9 +361,9 @@ class Judge:
     def _tests(
         self, files: list[str], places: set[str]
     ) -> tuple[list[str], list[tuple[bool, float, str]]]:
-        """Tests that execute one of the lines; and others that may, as (far, seconds, test): those
-        whose file has such tests, since fixtures may have executed it, and, far, those long enough
-        to have started a process."""
+        """Return tests that execute one of the lines, and others that may, as (far, seconds, test):
+        those whose file has such tests, since fixtures may have executed it, and, far, those long
+        enough to have started a process."""
         first, others = [], []
         for file in files:
             baseline = self._baseline(file)
@@ -376,7 +377,7 @@ class Judge:
         return first, others
 
     def _killer(self, mutant: Mutant, tests: list[str]) -> str | None:
-        """The first of the tests that fails, `time or crash`, or null."""
+        """Return the first of the tests that fails, `time or crash`, or None."""
         if not tests:
             return None
         files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
@@ -423,7 +424,7 @@ class Judge:
 
 
 def reviewed() -> set[str]:
-    """Keys of the mutants that were judged to change nothing that matters."""
+    """Return the keys of the mutants that were judged to change nothing that matters."""
     lines = REVIEWED.read_text(encoding="utf-8").splitlines()
     return {line for line in lines if line and not line.startswith("#")}
 
@@ -482,4 +483,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # at an orderly end, triton lists all that it leaked
+    os._exit(status)  # an orderly end would make triton list all that it leaked

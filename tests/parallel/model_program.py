@@ -322,7 +322,7 @@ def divided_copies(model: PolicyModel, layout: Layout) -> dict:
 
 def earlier_checkpoint(parallel: ParallelConfig, layout: Layout, folder: Path) -> dict:
     """A checkpoint of 2 tensor-parallel ranks, as they were before each rank wrote its own slices,
-    and what it held of a bfloat16 model; read on this layout, which does not cut parameters."""
+    and its content for a bfloat16 model; read on this layout, which does not cut parameters."""
     if layout.rank == 0:
         with tarfile.open(ROOT / "tests" / "data" / "earlier_checkpoint.tar.xz") as file:
             file.extractall(folder, filter="data")

@@ -57,7 +57,7 @@ DENSE_OBJECTIVES = {
         loss="trajectory_balance", advantage="none", reference={}
     ),
 }
-"""Losses that decide on the whole batch and know nothing of experts; on the layouts `FEW`."""
+"""Losses that decide on the whole batch and do not depend on experts; on the layouts `FEW`."""
 REPLAYED = ObjectiveConfig(loss="reinforce", advantage="none")
 SEVERAL_STEPS = ObjectiveConfig(minibatches=2, epochs=2, proximal="recompute")
 REPLAYS = {

@@ -256,8 +256,8 @@ def cosines_with_momentum(rank: Rank, policy) -> tuple[float, float]:
 
 def with_room(rank: Rank, dtype: str, scratch: Path) -> dict:
     """Steps of a policy that makes room after each, against those of a policy that never does:
-    `same` on every rank. What it held before and while it had made room, and what it refuses
-    then."""
+    `same` on every rank. Also its memory before and after it made room, and its refusals in
+    that state."""
     control = GAC.model_copy(update={"reference_dtype": "fp8" if dtype == "bfloat16" else "fp32"})
     plain, roomy = (rank.policy(controls=(control,), dtype=dtype, lr=1e-3) for _ in range(2))
     found: dict = {"same": True}

@@ -2,8 +2,8 @@
 
     tests --> a process that has imported Megatron (once) --> fork --> rank 0, rank 1, ...
 
-Ranks find each other by the variables that torchrun sets, and are processes as under torchrun, but
-for one thing: each would import Megatron there, which takes seconds where most programs of these
+Ranks find each other by the variables that torchrun sets, and are processes as under torchrun, with
+one exception: each would import Megatron there, which takes seconds where most programs of these
 tests take less. Runs of `mar train` use torchrun itself.
 """
 

@@ -1,5 +1,5 @@
 """One rank of the tests of reference and proximal policies: the precomputed columns, against scores
-under the very weights.
+under the same weights.
 
 Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port,
 ParallelConfig), all of this number of ranks and run one after the other, and the output directory.

@@ -228,7 +228,7 @@ def test_a_policy_that_makes_room_after_each_step_takes_the_same_steps_bit_for_b
     found = of(layout)["room"][dtype]
     assert found["same"]
     assert found["saved"]
-    assert "`restore` comes before a training step" in found["refused"]
+    assert "call `restore` before a training step" in found["refused"]
     kept = {name for name, count in found["released"].items() if count}
     assert kept == {"parameters"}
     assert found["released"]["parameters"] == found["before"]["parameters"]

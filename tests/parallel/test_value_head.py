@@ -81,7 +81,7 @@ def test_a_detached_head_learns_without_touching_the_policys_gradient():
 
 
 def test_a_head_that_is_not_detached_shapes_the_hidden_states():
-    """The same first step but for detach."""
+    """The same first step except for detach."""
     attached, detached = (
         results("single")["started"]["steps"][0],
         results("single")["detached"]["steps"][0],

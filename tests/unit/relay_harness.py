@@ -133,7 +133,7 @@ class RelayHarness:
             engine.machine, engine.version = machine, -1
 
     async def released(self, version: int) -> bool:
-        """True once rank 0 could write where versions before `version` are, as it stands."""
+        """True once rank 0 could write where versions before `version` are."""
         waiting = asyncio.ensure_future(self.updates.until_released(version))
         for _ in range(20):
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A train batch taken apart for the ranks: everybody's numbers, one's own tokens."""
+"""A train batch taken apart for the ranks: all numbers, and each rank's own tokens."""
 
 import dataclasses
 

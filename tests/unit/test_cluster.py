@@ -163,7 +163,7 @@ def test_an_engine_gets_none_of_the_gpus_that_ranks_use_on_any_machine(
 @pytest.mark.parametrize(
     ("taken", "reason"),
     [
-        ("1", "of first, and Ray has assigned some of them to others; free are 1, 2"),
+        ("1", "of first, and Ray has assigned some of them to others; these are free: 1, 2"),
         ("3", "no 2 free GPUs on first"),
     ],
 )

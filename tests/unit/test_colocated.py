@@ -69,7 +69,7 @@ def test_no_phase_is_passed_over_and_none_follows_a_step_that_failed() -> None:
     phases = DevicePhases("policy", "generate")
     for phase in ("publish", "generate"):
         with (
-            pytest.raises(PhaseOrderError, match="after which comes train"),
+            pytest.raises(PhaseOrderError, match="the next phase is train"),
             phases.phase(phase),  # type: ignore[arg-type]
         ):
             raise AssertionError("the block is not entered")

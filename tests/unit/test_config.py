@@ -296,7 +296,7 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         (
             "rollout.reward={name: 'm:f', per: group, timeout_s: 600}",
             "config",
-            "lets a reward take as long as watchdog.timeout_s: 600",
+            "permits a reward as long as watchdog.timeout_s: 600",
             "change one",
         ),
     ],

@@ -1,4 +1,4 @@
-"""The example of the page on methods of your own runs as it stands."""
+"""The example of the page on methods of your own runs unchanged."""
 
 from __future__ import annotations
 

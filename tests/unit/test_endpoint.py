@@ -434,7 +434,7 @@ def test_an_agent_that_is_not_async_may_run_an_event_loop_of_its_own(played: Pla
 
 
 def test_a_call_that_continues_no_segment_begins_a_new_one(played: Played) -> None:
-    """The agent calls the model, calls a tool, keeps nothing of it but a summary, and requests
+    """The agent calls the model, calls a tool, keeps only a summary of it, and requests
     again twice; then it continues with its first thread."""
     transcript, error, requested = played(question="6*7?", fault="compacts", max_segments=2)
     assert error is None

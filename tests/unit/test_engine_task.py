@@ -328,8 +328,8 @@ def test_an_engine_that_fails_to_take_a_version_is_lost_alone_and_its_requests_a
         await harness.stage(1)
         await until(lambda: len(harness.lost) == 2)
         reasons = dict(harness.lost)
-        assert reasons[0] == "it failed to take weights of version 1: no room"
-        assert "engine-1 to take weights of version 1" in reasons[1]
+        assert reasons[0] == "it failed to load weights of version 1: no room"
+        assert "engine-1 to load weights of version 1" in reasons[1]
         await until(lambda: len(launch.engines[2].asked) == 3)
         assert not harness.given_up
         await harness.fleet.updates.until_released(1)

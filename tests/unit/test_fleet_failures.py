@@ -119,7 +119,7 @@ def test_an_engine_that_refuses_requests_is_lost_and_they_go_elsewhere() -> None
         harness = await fleet_of([refusing, other], restarts_per_hour=0)
         harness.fleet.requests.put(requests(6), 0)
         await until(lambda: len(harness.samples) == 6)
-        assert harness.lost == [(0, "it failed to take requests: MemoryError: no room")]
+        assert harness.lost == [(0, "it failed to accept requests: MemoryError: no room")]
         await harness.close()
 
     run(body)

@@ -182,7 +182,7 @@ def test_the_image_installs_the_version_of_transformer_engine_that_is_asked_for(
 def test_ranks_with_different_layers_are_refused_by_number():
     refuse_mixed(["local", "local"])
     refuse_mixed(["transformer_engine"] * 2)
-    with pytest.raises(UserError, match="ranks 1, 3 cannot take"):
+    with pytest.raises(UserError, match="ranks 1, 3 cannot use"):
         refuse_mixed(["transformer_engine", "local"] * 2)
 
 

@@ -257,7 +257,7 @@ def test_idle_connections_take_the_slots_and_cut_none_that_was_admitted(server: 
 
 
 def test_connections_wait_in_the_kernel_until_they_are_accepted() -> None:
-    """Else those of strangers make each other's, and everybody's, be sent again after a while."""
+    """Otherwise connections of strangers would delay all connections by a retransmission."""
     with Limited(("127.0.0.1", 0), Echo) as busy, contextlib.ExitStack() as strangers:
         for _ in range(100):
             strangers.enter_context(socket.create_connection(busy.server_address, 5.0))

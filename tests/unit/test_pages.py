@@ -270,7 +270,7 @@ def test_the_commands_of_a_page_work_in_their_order(
 
 
 def base_for(block: dict[str, Any]) -> dict[str, Any]:
-    """A whole configuration in which `block` takes the place of what it names."""
+    """A whole configuration in which `block` replaces the sections that it names."""
     tree: dict[str, Any] = config_tree()
     if "sources" in block.get("data", {}):
         del tree["data"]["train"]

@@ -1549,7 +1549,7 @@ def test_ranks_planned_for_a_gpu_that_torch_cannot_use_do_not_run_on_the_cpu(
     done = python(RANK, file, environment=environment)
     assert done.returncode == 1
     (log,) = file.parent.rglob("rank_0.log")
-    assert "the policy is to run on CUDA, and torch sees no CUDA device" in log.read_text()
+    assert "the policy should run on CUDA, and torch sees no CUDA device" in log.read_text()
 
 
 def test_a_rank_is_refused_above_its_gpus_memory_and_noted_just_below(tmp_path):

@@ -302,7 +302,7 @@ def test_a_server_that_stands_still_is_given_up(machines: Machines) -> None:
     manifest = machines.stage(1, buckets=1)
     with line(machines, stand_still) as between:
         agent = machines.agent(between.address, silence_s=0.4)
-        stands = r"stopped at byte \d+ of \d+: 3 connections .* brought nothing"
+        stands = r"stopped at byte \d+ of \d+: 3 connections .* received nothing"
         with pytest.raises(RelayFailed, match=stands):
             agent.fetch(1, manifest)
 

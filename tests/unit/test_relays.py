@@ -423,7 +423,7 @@ def test_a_set_that_fails_costs_only_itself_and_is_made_anew() -> None:
             assert other.loaded == [(1, f"{other.machine}/1")]
             assert broken.killed
             (note,) = harness.notes
-            assert f"which brings weights to engine-{first}, is lost; restart 1 of 3" in note
+            assert f"which copies weights to engine-{first}, is lost; restart 1 of 3" in note
             assert [lost for lost in harness.lost if lost[2]] == []
 
     run(body)
@@ -515,7 +515,7 @@ def test_an_engine_awaits_what_the_sender_sends_and_a_lost_sender_is_replaced(
         await sets.launch(where)
         assert (len(senders), killed) == (3, senders[:2])
         slot.engine = None
-        with pytest.raises(RuntimeError, match="its engine has gone"):
+        with pytest.raises(RuntimeError, match="its engine no longer exists"):
             await sets.launch(where)
 
     run(body)

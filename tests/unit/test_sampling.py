@@ -98,7 +98,7 @@ def test_what_renormalises_does_not_go_with_log_probs_taken_for_the_trainers(
     knob = f"rollout.sampling.{name}={value}"
     said = refusal(file, knob)
     assert f"rollout.sampling.{name}" in said
-    assert "objective.proximal: behavior takes the engines' log-probs for the trainer's" in said
+    assert "objective.proximal: behavior treats the engines' log-probs as the trainer's" in said
     config = loaded(file, knob, *RECOMPUTE)
     (told,) = sampling_warnings(config)
     assert name in told
@@ -115,14 +115,14 @@ def test_what_renormalises_does_not_go_with_log_probs_taken_for_the_trainers(
             ("objective.corrections=[{name: tis, level: sequence}]", *RECOMPUTE),
             "correction tis multiplies or averages the difference over a whole response",
         ),
-        (("controls=[ess_lr]", *RECOMPUTE), "controls: ess_lr takes pi / pi_behavior"),
+        (("controls=[ess_lr]", *RECOMPUTE), "controls: ess_lr treats pi / pi_behavior"),
         (
             (
                 "controls=[{name: displacement, tolerated_kl: 0.02}]",
                 "objective.snapshots=9",
                 *RECOMPUTE,
             ),
-            "controls: displacement takes pi / pi_behavior",
+            "controls: displacement treats pi / pi_behavior",
         ),
         ((OPOB,), "objective.advantage: opob weighs responses by the engines' log-probs"),
         (
@@ -226,7 +226,7 @@ def test_one_file_of_held_out_prompts_is_a_list_of_one(file: Path) -> None:
     ("overrides", "what"),
     [
         (("data.eval=x.jsonl",), "data.eval and eval.sets both name held-out prompts"),
-        (("eval.sets.0.samples_per_prompt=2",), "eval.sets.0.sampling.temperature: 0 takes"),
+        (("eval.sets.0.samples_per_prompt=2",), "eval.sets.0.sampling.temperature: 0 selects"),
         (("eval.sets.1.pass_at=[5]",), "eval.sets.1.pass_at: 5 needs as many responses"),
         (("eval.sets.1.name=greedy",), "two are called greedy"),
         (("eval.sets.1.name=part",), "none can be called `part`"),

@@ -307,7 +307,7 @@ def test_the_command_divides_gpus_and_draws_what_it_tried(recipe: Path, tmp_path
     ways = ["--gpus", "64", "--async-ratio", "1", "--steps", "4", "--grow"]
     code, said = mar(str(recipe), *ways, "--out", str(tmp_path))
     assert code == 0, said
-    assert "nothing of it measured: tflops 989" in said
+    assert "assumed, not measured: tflops 989" in said
     tree = json.loads((tmp_path / "scaling.json").read_text())
     (best,) = tree["best"]
     assert tree["columns"][:3] == ["GPUs", "prompts", "async ratio"]
@@ -380,7 +380,7 @@ def test_a_run_that_shows_too_little_is_refused(
         (tmp_path / "metrics.jsonl").write_text("".join(lines[:4]))
     with pytest.raises(UserError, match=r"--from") as refused:
         calibrate([tmp_path], cores=None)
-    assert "too little to take rates from" in str(refused.value)
+    assert "too little to derive rates" in str(refused.value)
 
 
 def test_the_demo_is_predicted_within_a_tenth_of_what_its_runs_measured() -> None:

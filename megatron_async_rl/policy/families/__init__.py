@@ -183,7 +183,7 @@ def _window(config: Mapping[str, Any], family: Family) -> Unsupported | None:
         return None
 
     expected = (
-        "a window in every layer, or in none with use_sliding_window false: vLLM knows nothing"
+        "a window in every layer, or in none with use_sliding_window false: vLLM supports nothing"
         " between them here"
     )
     if kinds is not None:
@@ -253,7 +253,7 @@ def engine_obstacle(version: str | None) -> str:
     """Return a text on what an installation of Transformer Engine lacks; empty if nothing. version:
     null if it is not installed."""
     if version is None:
-        return f"it is not installed; {PINNED} is the version that was tried"
+        return f"it is not installed; {PINNED} is the tested version"
     found = version_of(version)
     if found is not None and OLDEST <= found <= NEWEST:
         return ""
@@ -279,7 +279,7 @@ def choose_layers(
     Engine's layers are needed and not available."""
     local, unfit = FAMILIES[model_type].local, engine_obstacle(engine)
     obstacles = (
-        (device != "cuda", "it computes on CUDA alone, and the policy is on the CPU"),
+        (device != "cuda", "it needs CUDA, and the policy is on the CPU"),
         (bool(unfit), unfit),
         (dtype != "bfloat16", f"it rounds products of {dtype} to TF32; set model.dtype: bfloat16"),
         (lora, "adapters (policy.lora) need Megatron's own layers"),
@@ -287,11 +287,11 @@ def choose_layers(
     )
     why = next((text for found, text in obstacles if found), "")
     if requested == "transformer_engine" and why:
-        what = f"transformer_engine cannot be had: {why}"
+        what = f"transformer_engine is not available: {why}"
         raise UserError.of("policy.layers", what, "set it to auto, or to local")
     if fp8 and (requested == "local" or why):
-        what = f"8-bit products are Transformer Engine's: {why or 'policy.layers is local'}"
-        raise UserError.of("policy.fp8", what, "set it to null, or change what keeps it away")
+        what = f"FP8 GEMMs need Transformer Engine: {why or 'policy.layers is local'}"
+        raise UserError.of("policy.fp8", what, "set it to null, or remove the obstacle")
     if requested == "local" or why:
         return ChosenLayers("local", f"Transformer Engine: {why}" if requested == "auto" else "")
     return ChosenLayers("transformer_engine")

@@ -13,7 +13,7 @@ def bridge() -> Any:
     from megatron_async_rl.policy.bridge import PolicyBridge
 
     class Mistral(PolicyBridge, LLaMABridge):
-        """Mistral: a sliding window in every layer or in none. Weights have Llama's names."""
+        """Mistral, with a sliding window in every layer or in none. Weights have Llama's names."""
 
     return Mistral
 

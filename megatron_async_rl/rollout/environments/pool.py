@@ -183,7 +183,7 @@ class EnvironmentSession:
     async def _call(self, method: str, argument: Any) -> Any:
         process, settings = self._process, self._pool.settings
         if process.killed:
-            raise EnvironmentFailed("its process is gone")
+            raise EnvironmentFailed("its process has ended")
         # An agent waits for the model for most of its run; `working_alone` marks the rest.
         kind: watch.ActivityKind = "wait" if method == "run" else "work"
         name = f"{method} of the environment {settings.name}"

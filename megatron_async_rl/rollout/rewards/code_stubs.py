@@ -180,7 +180,7 @@ class Channel:
         self.file = file
 
     def read(self) -> Any:
-        # Bounded: the code could send a line without end.
+        # Bounded: the code could send an endless line.
         line = self.file.readline(LONGEST)
         if not line.endswith("\n"):
             raise RuntimeError("the code ended, or wrote too much")

@@ -237,7 +237,7 @@ async def judge(
         for name in _fields_of_judge(template=template)
         if name in prompt.fields
     }
-    # Last, so that no field of a row can take the place of the prompt or the response.
+    # Last, so that no field of a row can replace the prompt or the response.
     known |= {"prompt": prompt.text, "response": _within(template, response)}
     # One pass: a placeholder inside a response is not filled in.
     requested = _FIELD.sub(lambda field: known.get(field[1], field[0]), template)

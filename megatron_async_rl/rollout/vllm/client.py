@@ -3,7 +3,7 @@
 Invariants:
 - every token carries its log-prob and the version of the weights that sampled it, from vLLM's own
   spans; a gap in either is an error;
-- vLLM's error that its process is gone becomes EngineDied, which names the cause and the log;
+- vLLM's error that its process has ended becomes EngineDied, which names the cause and the log;
 - `silent_s` of the health check is the time since the last answer; one probe is pending at a time.
 
 Functions import vLLM when they are called: the engine first sets variables that vLLM reads at
@@ -174,7 +174,7 @@ class EngineDied(RuntimeError):
 
 @contextmanager
 def named_death(spec: EngineSpec, while_what: str) -> Iterator[None]:
-    """Convert vLLM's error that its process is gone, which names neither cause nor log, into
+    """Convert vLLM's error that its process has ended, which names neither cause nor log, into
     EngineDied."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
