@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
 FOLDERS = ("tests/unit", "tests/loop")
+PROGRAM = re.compile(r"tests\.\w+\.\w+")
+PROCESSES = ("tests/parallel", "tests/engine", "tests/faults")
+"""Folders of tests that start ranks, engines or commands."""
 
 
 class ImportMap:
@@ -19,21 +23,21 @@ class ImportMap:
             for folder in ("megatron_async_rl", "tests", "examples", "benchmarks")
             for path in (root / folder).rglob("*.py")
         }
-        self._tests = sorted(
-            file
-            for file in self._files
-            if file.startswith(FOLDERS) and Path(file).name.startswith("test_")
-        )
         self._imports = cache(self._read_imports)
         self._tree = cache(self._read_tree)
 
-    def nearest(self, file: str) -> list[str]:
-        """Return the test files that import `file`, nearest first: those named after the module,
+    def nearest(self, file: str, folders: tuple[str, ...] = FOLDERS) -> list[str]:
+        """Return the test files in `folders` that import `file`, nearest first: those named after the module,
         then by the number of imports between them, by the number of uses of the module's names, and
         by how few other modules they import."""
         name = Path(file).stem if Path(file).stem != "__init__" else Path(file).parent.name
         ranked = []
-        for test in self._tests:
+        tests = (
+            one
+            for one in sorted(self._files)
+            if one.startswith(folders) and Path(one).name.startswith("test_")
+        )
+        for test in tests:
             distance = self._distance(test, file)
             if distance is not None:
                 named = Path(test).stem.removeprefix("test_") == name
@@ -75,6 +79,13 @@ class ImportMap:
                 found |= {one.name for one in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found |= {f"{node.module}.{one.name}" for one in node.names} | {node.module}
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and PROGRAM.fullmatch(node.value)
+            ):
+                # The module that ranks or other processes run.
+                found.add(node.value)
         return frozenset(
             candidate
             for name in found

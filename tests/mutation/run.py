@@ -1,4 +1,5 @@
-"""Mutation test: edits one place of the package at a time and runs the nearest unit tests.
+"""Mutation test: edits one place of the package at a time and runs the nearest tests: unit tests by
+the lines that they execute, and, if none fails, whole files with ranks, engines or commands.
 
     python -m tests.mutation.run                          a sample of the package
     python -m tests.mutation.run --seed 7 --count 100     another sample
@@ -47,7 +48,7 @@ import psutil
 import pytest
 
 from tests.mutation.mutants import Mutant, package_mutants, sample
-from tests.mutation.nearest import ImportMap
+from tests.mutation.nearest import PROCESSES, ImportMap
 
 # Threads of libraries would not exist after a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -62,6 +63,13 @@ COUNT = 100
 NEAREST = 6
 WHOLE_LOOP = "tests/loop/test_loop.py"
 """Its tests execute much of the package: those that execute a mutant's lines run, too."""
+DOCUMENTED = {
+    f"{PACKAGE}/config/": "tests/unit/test_config.py::test_the_page_of_keys_is_up_to_date",
+}
+"""Beginning of a file -> the test that compares its values with a page of docs/. Such values are
+read when a module is imported, so no test executes their lines."""
+PROCESS_TESTS = 3
+"""Number of files of tests in processes that judge a mutant that the others leave."""
 TESTS_S = 60.0
 """Total duration of the tests of one round that execute a mutant's lines."""
 NAMED_TESTS_S = 900.0
@@ -318,6 +326,7 @@ class Judge:
         self._nearest = nearest
         self._map = ImportMap(workspace.root)
         self._baselines: dict[str, Baseline] = {}
+        self._passing: dict[str, bool] = {}
         self._cache = ROOT / "build" / "mutation"
         package = hashlib.sha256()
         for path in sorted((workspace.root / PACKAGE).rglob("*.py")):
@@ -337,7 +346,29 @@ class Judge:
             if (killer := self._killer(mutant, self._within(tests, TESTS_S))) is not None:
                 return killer
         chosen = self._within([test for *_, test in sorted(others)], OTHERS_S)
-        return self._killer(mutant, chosen) or "survived"
+        for prefix, test in DOCUMENTED.items():
+            if mutant.file.startswith(prefix):
+                self._baseline(test.partition("::")[0])
+                chosen.append(test)
+        return self._killer(mutant, chosen) or self._killer_in_processes(mutant) or "survived"
+
+    def _killer_in_processes(self, mutant: Mutant) -> str | None:
+        """The first of the nearest test files with ranks, engines or commands that fails, or null.
+        Their lines are executed in other processes, so whole files run."""
+        for file in self._map.nearest(mutant.file, PROCESSES)[:PROCESS_TESTS]:
+            if self._passes(file) and self.verdict_of(mutant, [file]) != "survived":
+                return file
+        return None
+
+    def _passes(self, file: str) -> bool:
+        """True if the file's tests pass without a mutant."""
+        if file not in self._passing:
+
+            def act() -> int:
+                return _pytest([file], object(), "-x")
+
+            self._passing[file] = self._workspace.run(act, NAMED_TESTS_S) == 0
+        return self._passing[file]
 
     def verdict_of(self, mutant: Mutant, tests: list[str]) -> str:
         """Return `survived` or `killed` with the named tests, without a choice by their lines."""

@@ -102,12 +102,17 @@ def test_nearest_tests_have_the_modules_name_or_the_fewest_imports(tmp_path: Pat
         "tests/unit/test_direct.py": "import megatron_async_rl.flow.buffer",
         "tests/unit/test_user.py": "from megatron_async_rl.flow.user import x",
         "tests/unit/test_other.py": "import os",
+        "tests/parallel/test_ranks.py": "run_ranks(2, 'tests.parallel.program', [])",
+        "tests/parallel/program.py": "import megatron_async_rl.flow.user",
+        "tests/parallel/test_alone.py": "import megatron_async_rl.flow.buffer",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     near = ImportMap(tmp_path).nearest("megatron_async_rl/flow/buffer.py")
     assert near == [f"tests/unit/test_{name}.py" for name in ("buffer", "direct", "user")]
+    near = ImportMap(tmp_path).nearest("megatron_async_rl/flow/buffer.py", ("tests/parallel",))
+    assert near == [f"tests/parallel/test_{name}.py" for name in ("alone", "ranks")]
 
 
 def test_a_child_that_hangs_or_fails_has_no_result(tmp_path: Path):
