@@ -27,9 +27,9 @@ class ImportMap:
         self._tree = cache(self._read_tree)
 
     def nearest(self, file: str, folders: tuple[str, ...] = FOLDERS) -> list[str]:
-        """Return the test files in `folders` that import `file`, nearest first: those named after the module,
-        then by the number of imports between them, by the number of uses of the module's names, and
-        by how few other modules they import."""
+        """Return the test files in `folders` that import `file`, nearest first: files named after
+        the module, then by the number of imports between them, by the number of uses of the
+        module's names, and by how few other modules they import."""
         name = Path(file).stem if Path(file).stem != "__init__" else Path(file).parent.name
         ranked = []
         tests = (

@@ -495,6 +495,17 @@ def test_a_file_that_cannot_be_read_is_refused_with_place_and_fault(
         read(tmp_path / name)
 
 
+def test_a_prompt_of_another_kind_is_refused_with_what_its_column_may_hold(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    as_jsonl(path, [{"prompt": 7, "answer": "a"}])
+    for keys, fix in (
+        ({}, "make it text, or a list of chat messages"),
+        ({"messages_key": "prompt"}, "make it a list of chat messages, or name a column of text"),
+    ):
+        with pytest.raises(DataError, match=rf"d.jsonl:1: `prompt` is a number\n.*{fix}"):
+            read(path, **keys)
+
+
 @pytest.mark.parametrize(
     ("row", "data", "fix"),
     [

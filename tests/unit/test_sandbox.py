@@ -116,6 +116,14 @@ print(attempt(lambda: os.open(os.__file__, os.O_RDWR)), os.getuid() == 0)
     assert [one.name for one in tmp_path.iterdir()] == ["secret"]
 
 
+def test_a_program_works_in_an_empty_folder_of_its_own(isolation: Any) -> None:
+    source = "import os\nprint(os.listdir('.'))\nprint(os.getcwd())\nopen('mine', 'w').write('a')"
+    listed, folder = printed(source, isolation=isolation).splitlines()
+    assert listed == "[]"
+    assert Path(folder) != Path.cwd()
+    assert not Path("mine").exists()
+
+
 @NAMESPACES
 def test_libraries_are_found_where_the_linker_finds_them() -> None:
     """A Python that is built with a shared library needs it to start at all."""
