@@ -75,9 +75,9 @@ TESTS_S = 60.0
 NAMED_TESTS_S = 900.0
 FILE_S = 900.0
 """Longest time that the tests of one file may take without a mutant."""
-OTHERS_S = 15.0
-"""Total duration of tests that may execute a mutant's lines without a record: in a fixture of an
-earlier test or in another process."""
+OTHERS_S, ELSEWHERE_S = 15.0, 60.0
+"""Total length of tests that may execute a mutant's lines unseen: in a fixture of an earlier test,
+or in another process; the second if no test in this process executes them."""
 PROCESS_S = 0.3
 """Shortest duration of a Python process with the package."""
 FACTOR = 6.0
@@ -339,13 +339,16 @@ class Judge:
         files = self._map.nearest(mutant.file)
         near, far = files[: self._nearest], files[self._nearest :]
         others: list[tuple[bool, float, str]] = []
+        executed = False
         # Most mutants only need the baseline of one file.
         for at, some in enumerate((near[:1], near[1:3], near[3:], [WHOLE_LOOP, *far])):
             tests, more = self._tests(some, places)
             others += more if at < 3 else []
+            executed = executed or bool(tests)
             if (killer := self._killer(mutant, self._within(tests, TESTS_S))) is not None:
                 return killer
-        chosen = self._within([test for *_, test in sorted(others)], OTHERS_S)
+        length = OTHERS_S if executed else ELSEWHERE_S
+        chosen = self._within([test for *_, test in sorted(others)], length)
         for prefix, test in DOCUMENTED.items():
             if mutant.file.startswith(prefix):
                 self._baseline(test.partition("::")[0])

@@ -28,6 +28,7 @@ from megatron_async_rl.samples import frames, segments
 from megatron_async_rl.samples.columns import LOGGED, batch_of
 from megatron_async_rl.samples.frames import OPEN, FrameWriter
 from megatron_async_rl.samples.types import Prompt, Sample
+from megatron_async_rl.simulate import rates as module
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import part_of
 from megatron_async_rl.simulate.rates import (
@@ -41,6 +42,7 @@ from megatron_async_rl.simulate.rates import (
 from megatron_async_rl.simulate.simulation import SimulationResult, simulate
 from tests.cases import looped
 from tests.published_models import write_config
+from tests.tiny_models import save_tiny_model
 from tests.written_run import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -213,6 +215,15 @@ def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Pat
     file.close()
     FrameWriter(frames.path_of(out / frames.FOLDER, "outcomes", 0, OPEN)).close()
     return out
+
+
+def test_a_token_costs_two_operations_for_each_weight_of_its_experts(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "m", "qwen3_moe", num_experts=8, moe_intermediate_size=24)
+    shape, _ = read_model(path)
+    assert shape is not None
+    costs = [module._forward(replace(shape, experts_per_token=count), 100.0) for count in (0, 1, 2)]
+    one_expert = 2 * shape.layers * 3 * shape.hidden * 24
+    assert [costs[1] - costs[0], costs[2] - costs[1]] == [one_expert, one_expert]
 
 
 def test_a_run_shows_its_rates(measured: Path) -> None:
