@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shlex
 import signal
 import socket
@@ -58,6 +59,10 @@ class Process:
         self.pid = pid
         self.returncode: int | None = None
         self._connection = connection
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable at the end of the process."""
+        return self._connection.fileno()
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the process runs."""
@@ -288,14 +293,23 @@ def _replace(address: str, arguments: Sequence[str]) -> None:
 
     for number in _FORWARDED:
         signal.signal(number, forward)
+    # Python runs handlers between system calls: without the descriptor, a signal just before a
+    # blocking call would wait for the call's end.
+    woken, waker = os.pipe()
+    for end in (woken, waker):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    code = process.wait()
+    while (code := process.poll()) is None:
+        select.select([process.fileno(), woken], [], [])
+        with contextlib.suppress(BlockingIOError):
+            os.read(woken, 1024)
     # End by the same signal, so that the parent sees the same end as of an interpreter.
-    if code is not None and code < 0:
+    if code < 0:
         if -code in _FORWARDED:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(code or 0)
+    os._exit(code)
 
 
 def _is_open(number: int) -> bool:

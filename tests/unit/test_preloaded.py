@@ -90,8 +90,10 @@ def test_scripts_and_modules_run_as_programs(here: str, tmp_path: Path, kind: st
 def test_its_end_is_its_requesters_end(here: str) -> None:
     assert told("import os; os.kill(os.getpid(), 9)")[0] == -signal.SIGKILL
     assert told("raise SystemExit('why')") == (1, "why\n")
-    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7));"
-    process = subprocess.Popen([*command(), "-c", code + FOR_EVER], stdout=subprocess.PIPE)
+    # Blocked, so that no signal is lost between the output and the wait.
+    code = "import signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [15]);"
+    code += " print('begun', flush=True); signal.sigwait([15]); sys.exit(7)"
+    process = subprocess.Popen([*command(), "-c", code], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
     process.terminate()
