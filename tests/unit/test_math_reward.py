@@ -377,6 +377,21 @@ def test_powers_of_constants_are_finished_unless_i_has_a_whole_exponent() -> Non
         assert is_finished(formula) == finished, text
 
 
+def test_a_sum_is_finished_unless_terms_can_be_collected_or_brackets_multiplied_out() -> None:
+    for text, finished in (
+        ("x+1", True),
+        ("x+x", False),
+        ("x+0", False),
+        ("(x+1)^2+1", False),
+        ("3(x+1)+y", False),
+        ("(x+1)^{-1}+1", True),
+        (r"\sqrt{x+1}+1", True),
+    ):
+        formula = read(text)
+        assert formula is not None
+        assert is_finished(formula) == finished, text
+
+
 def test_signs_of_exponents_and_both_ends_of_brackets_are_read() -> None:
     assert read("x^+2") == read("x^2") != read("x^-2")
     for opening, closing, name in (

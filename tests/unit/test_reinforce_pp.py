@@ -7,7 +7,7 @@ from megatron_async_rl.objectives.advantages.discounted import (
     reinforce_pp_baseline,
     whitened,
 )
-from megatron_async_rl.objectives.advantages.token_grid import discounted_sums
+from megatron_async_rl.objectives.advantages.token_grid import discounted_sums, sums_to_end_of_run
 from tests.cases import looped
 from tests.token_batches import rewarded, tokens
 
@@ -59,3 +59,10 @@ def test_with_a_baseline_rewards_are_centred_in_the_group_and_whitened_in_the_ba
     found = reinforce_pp_baseline(batch, ReinforcePpBaselineAdvantage()).tokens
     centred = torch.tensor([0.5, -0.5, -0.5, -1.0, 1.0, 1.0, 1.0], dtype=EXACT)
     torch.testing.assert_close(found, whitened(centred, torch.ones(7)))
+
+
+def test_sums_go_to_the_end_of_each_run():
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+    assert sums_to_end_of_run(values, torch.tensor([3, 3, 5, 9, 9])).tolist() == [3, 2, 4, 24, 16]
+    nothing = sums_to_end_of_run(values[:0], torch.tensor([], dtype=torch.int64))
+    assert nothing.shape == (0,)
