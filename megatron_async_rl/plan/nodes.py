@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.problem import Problem, UserError
@@ -31,6 +32,8 @@ less."""
 FREED_S = 20.0
 """Time for a run that was just killed to release its GPUs."""
 POLL_S = 0.5
+DEVICES, DEVICE = Path("/dev"), "nvidia[0-9]*"
+"""Files of NVIDIA's driver, one for each GPU."""
 CONNECT_S = 10.0
 SETTINGS = b"\x04"
 """Type of a frame of HTTP/2."""
@@ -65,11 +68,25 @@ class ClusterReport:
 def taken_gpus(config: Config, machine: Machine, node: int) -> list[Problem]:
     """GPUs of this machine, number `node`, that the run needs and other programs use."""
     if device_of(config, machine) != "cuda":
-        return []
+        return _unlisted_gpus(config)
     count = gpus_wanted(config, machine, node)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = until_free(lambda: gpus_here(visible)[:count], FREED_S)
     return [_taken(gpu, socket.gethostname()) for gpu in gpus if gpu.used > TAKEN]
+
+
+def _unlisted_gpus(config: Config) -> list[Problem]:
+    """GPUs of this machine that `policy.device: auto` would leave idle because nvidia-smi does not
+    list them."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if config.policy.device != "auto" or hidden or not (found := sorted(DEVICES.glob(DEVICE))):
+        return []
+    what = f"auto chose the CPU, because nvidia-smi lists no GPU; but there is {found[0]}"
+    fix = (
+        "repair nvidia-smi (in a container: docker run --gpus all with the driver capability"
+        " `utility`), or set policy.device: cpu"
+    )
+    return [Problem(key="policy.device", what=what, fix=fix)]
 
 
 def until_free(look: Callable[[], Sequence[Gpu]], gpu_wait_s: float) -> Sequence[Gpu]:

@@ -16,7 +16,7 @@ import torch
 from megatron_async_rl.config.policy import LoraConfig, ParallelConfig
 from megatron_async_rl.policy import device, layers
 from tests import apex_stand_in
-from tests.gpu.train_program import cpu
+from tests.gpu.train_program import SMOOTH, cpu
 from tests.parallel.layout_program import Rank, received, scorable
 from tests.parallel.objective_program import ReducedGradient
 
@@ -36,8 +36,10 @@ PLAIN = {
 
 def measured(rank: Rank, case: str) -> dict:
     model, batch, settings = CASES[case]
-    policy = rank.policy(model, dtype="bfloat16", budget=48, **settings)
-    gradient = ReducedGradient(rank, policy, batch).whole()
+    settings = {"dtype": "bfloat16", "budget": 48, **settings}
+    smooth = rank.policy(model, objective=SMOOTH, **settings)
+    gradient = ReducedGradient(rank, smooth, batch).whole()
+    policy = rank.policy(model, **settings)
     scores = policy.score(received(policy, scorable(rank.batches[batch])))
     step = policy.train_step(received(policy, rank.batches[batch]))
     return {

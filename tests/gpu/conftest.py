@@ -97,6 +97,9 @@ class Recorder:
         places = {name: place - len(FIRST) for place, name in enumerate(FIRST)}
         places |= dict.fromkeys(LAST, 1)
         items.sort(key=lambda item: places.get(item.path.name, 0))
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.user_properties.append(("marked", "gpu"))
         if config.pluginmanager.hasplugin("xdist"):
             # One worker runs all tests that share the result of a program (--dist loadgroup).
             for item in items:
@@ -109,7 +112,8 @@ class Recorder:
         return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if "gpu" not in report.keywords:
+        # Not by keywords, which contain the names of folders, too.
+        if ("marked", "gpu") not in report.user_properties:
             return
         # pytest-xdist appends the group.
         test = re.split(r"[\[@]", report.nodeid.rpartition("/")[2])[0]

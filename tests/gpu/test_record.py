@@ -84,11 +84,14 @@ def reported(test, when, outcome, longrepr=None, figures=()):
     return pytest.TestReport(
         f"tests/gpu/test_x.py::{test}",
         ("test_x.py", 1, test),
-        {"gpu": 1} if "of_the_cpu" not in test else {},
+        {"gpu": 1},
         outcome,
         longrepr,
         when,
-        user_properties=[("figure", each) for each in figures],
+        user_properties=[
+            *([] if "of_the_cpu" in test else [("marked", "gpu")]),
+            *(("figure", each) for each in figures),
+        ],
         duration=0.5,
     )
 
@@ -138,6 +141,10 @@ class Item:
     def __init__(self, path: Path) -> None:
         self.path, self.nodeid = path, f"{path.name}::test_x"
         self.groups: list[str] = []
+        self.user_properties: list[tuple[str, str]] = []
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name == "gpu" and self.path.name != "test_record.py"
 
     def add_marker(self, mark: pytest.MarkDecorator) -> None:
         self.groups.append(mark.args[0])
@@ -185,4 +192,6 @@ def test_steps_and_layers_come_first_and_sweeps_of_gacs_kernels_last():
     names = [item.path.name for item in items]
     others = [path.name for path in folder if path.name not in (*FIRST, *LAST)]
     assert names[: -len(LAST)] == [*FIRST, *others]
+    unmarked = [item.path.name for item in items if item.user_properties != [("marked", "gpu")]]
+    assert unmarked == ["test_record.py"]
     assert set(names[-len(LAST) :]) == set(LAST)

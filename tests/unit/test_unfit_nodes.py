@@ -96,6 +96,26 @@ def test_only_the_gpus_that_this_machine_gives_to_the_run_count(
     assert problems(config) == []
 
 
+def test_auto_does_not_leave_a_gpu_idle_that_nvidia_smi_does_not_list(
+    smi: Path, tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (smi / "gpus").write_text("")
+    monkeypatch.setattr(nodes, "DEVICES", tmp_path)
+    assert problems(config) == []
+    (tmp_path / "nvidia-uvm").touch()
+    assert problems(config) == []
+    (tmp_path / "nvidia0").touch()
+    (found,) = problems(config)
+    assert "auto chose the CPU" in found
+    assert "set policy.device: cpu" in found
+    on_cpu = config.model_copy(
+        update={"policy": config.policy.model_copy(update={"device": "cpu"})}
+    )
+    assert problems(on_cpu) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert problems(config) == []
+
+
 def test_a_gpu_that_is_given_back_soon_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was killed a moment ago still held it."""
     monkeypatch.setattr(nodes, "POLL_S", 0.0)
