@@ -109,7 +109,7 @@ class Requests:
     @property
     def moved_at(self) -> float:
         """Time when an engine last answered a request, or a response grew; monotonic seconds. The
-        present time while no engine serves: starts and loads have limits of their own."""
+        present time while no engine serves: starts, loads and restarts have limits of their own."""
         if any(slot.serving for slot in self._engines.slots):
             return self._moved_at
         return time.monotonic()

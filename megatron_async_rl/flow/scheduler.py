@@ -217,7 +217,7 @@ class Scheduler:
 
     def take(self, version: int) -> tuple[SampleGroup, ...] | None:
         """Return the groups, in admission order, of the batch that trains `version`; None while it
-        is incomplete.
+        has to wait.
 
         Raises ValueError for a batch other than the next, and StalenessViolated if a sample breaks
         the law.

@@ -52,25 +52,32 @@ class TokenBatch:
     """N response tokens of S sequences.
 
     logp: [N] float, with gradient: log-probs (nats) under the policy being trained, after
-    temperature. logp_prox: [N] float, detached: under the proximal policy, the denominator of the
-    loss's ratio. logp_behavior: [N] float, detached: as reported by the engine that sampled the
-    token. advantages: [N] float. mask: [N] float: 1 = trained on, 0 = ignored (environment tokens);
-    denominators count it. weights: [N] float: factor on the token's loss, the sample's own weight
-    times all corrections; 0 = rejected; no denominator contains it.
+        temperature.
+    logp_prox: [N] float, detached: under the proximal policy, the denominator of the loss's ratio.
+    logp_behavior: [N] float, detached: as reported by the engine that sampled the token.
+    advantages: [N] float.
+    mask: [N] float: 1 = trained on, 0 = ignored (environment tokens); denominators count it.
+    weights: [N] float: factor on the token's loss, the sample's own weight times all corrections;
+        0 = rejected; no denominator contains it.
     sequence: [N] int64, ascending: the token's sequence, 0..S-1.
     decided: the loss's decisions for the whole batch.
 
-    Present if the configuration needs them: logp_ref: [N] float, detached: under the reference
-    policy. sum_p_squared: [N] float, detached: sum over the vocabulary of pi(v)^2 at the token's
-    position. values: [N] float: the value head's estimate at the token's position. values_old: [N]
-    float, detached: the same before the step, in micro-batches (in a whole batch `values` has
-    them).
-    returns: [N] float: targets of `values`. rewards: [S] float: after shaping and KL.
-    token_rewards: [N] float: the same spread over tokens, sums to `rewards`. step_rewards: [N]
-    float: as given by the task, including environment tokens. score_norms: [S] float, detached: the
-    norm of each sequence's score gradient, if it was measured. lag: [N] int64: trained version
-    minus the version that sampled the token. group: [S] int64 in 0..G-1, only in whole batches:
-    statistics of a part of a group would be wrong.
+    Present if the configuration needs them:
+
+    logp_ref: [N] float, detached: under the reference policy.
+    sum_p_squared: [N] float, detached: sum over the vocabulary of pi(v)^2 at the token's position.
+    values: [N] float: the value head's estimate at the token's position.
+    values_old: [N] float, detached: the same before the step, in micro-batches (in a whole batch
+        `values` has them).
+    returns: [N] float: targets of `values`.
+    rewards: [S] float: after shaping and KL.
+    token_rewards: [N] float: the same spread over tokens, sums to `rewards`.
+    step_rewards: [N] float: as given by the task, including environment tokens.
+    score_norms: [S] float, detached: the norm of each sequence's score gradient, if it was
+        measured.
+    lag: [N] int64: trained version minus the version that sampled the token.
+    group: [S] int64 in 0..G-1, only in whole batches: statistics of a part of a group would be
+        wrong.
     """
 
     logp: Tensor

@@ -1,9 +1,10 @@
 """The policy's memory on its device: its owners, and the part that is released while engines use
 the device.
 
-    parameters       stay: publishing and scoring need them optimizer state  moments, float32
-    masters, and state of gradient controls between steps are moved to twins in host memory,
-    page-locked on CUDA, and back gradients        are freed: those of the next step begin at zero
+    parameters       stay: publishing and scoring need them
+    optimizer state  moments, float32 masters, and what gradient controls keep between steps are
+                     moved to twins in host memory, page-locked on CUDA, and back
+    gradients        are freed: those of the next step begin at zero
 
 Invariants:
 - a round trip changes neither a bit nor the identity of a tensor: references to a tensor stay

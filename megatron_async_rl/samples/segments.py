@@ -20,8 +20,8 @@ Invariants:
   ends: consumed, or dropped with a reason. history.py proves it;
 - the row of an outcome is in the segment of its sample or in a later one, so segments can be
   deleted oldest first, both files together, and no sample that remains loses its outcome;
-- `seq` numbers the outcomes of the whole run; a resume removes those after its checkpoint's
-  position (flow/sample_log.py), so each outcome belongs to the one history that counts;
+- `seq` numbers the outcomes of the whole run; a resume removes those from its checkpoint's position
+  on (flow/sample_log.py), so each outcome belongs to the one history that counts;
 - nothing else removes an outcome from a segment, so a gap in `seq` means that rows were lost.
 """
 

@@ -3,10 +3,11 @@ for a run that has not run, from the model's sizes, the config, and stated hardw
 derives them from a run's logs.
 
     decoding a token    each GPU of an engine reads its weights and the keys and values of its
-    responses, or computes, whichever takes longer a training step     2 operations for each weight
-    and token in a forward pass, and the passes that the config requests; then gradients are reduced
-    and weights gathered weights             staged by the ranks of the first machine, sent to the
-    engines' machines in buckets, loaded bucket by bucket
+                        responses, or computes, whichever takes longer
+    a training step     2 operations for each weight and token in a forward pass; as many passes as
+                        the config requests; then gradients are reduced and weights gathered
+    weights             staged by the ranks of the first machine, sent to the engines' machines in
+                        buckets, loaded bucket by bucket
 
 Invariant: every number of `Hardware` is an assumption, and `mar simulate` prints it.
 """

@@ -10,8 +10,8 @@ come at or after it, plus sum over j in S_s of gamma^(j - s) R_j:
     k         the next k - 1 steps
     segment   the rest of its block of k steps (0..k-1, k..2k-1, ...)
 
-Smaller subsets trade bias for variance. The paper does not specify how to cut segments, as far as
-we know; blocks of k steps are this project's choice.
+Smaller subsets trade bias for variance. How the paper cuts segments was not available to us; blocks
+of k steps are this project's choice.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """ASPO (arXiv 2510.06062): the ratio of tokens with positive advantage is inverted. The
-implementation follows third-party copies of the method."""
+formula was known to us only from third-party copies, not from the paper."""
 
 from __future__ import annotations
 

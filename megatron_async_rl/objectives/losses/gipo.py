@@ -1,5 +1,5 @@
-"""GIPO (arXiv 2603.03955): a Gaussian trust weight on the log-ratio. The implementation follows
-third-party copies of the method."""
+"""GIPO (arXiv 2603.03955): a Gaussian trust weight on the log-ratio. The formula was known to
+us only from third-party copies, not from the paper."""
 
 from __future__ import annotations
 

@@ -4,10 +4,11 @@ optimizer-step batch.
 d = (log w)^2, w = pi / mu, over the candidates C: `harmful` tokens (A > 0 and w > 1, or A < 0 and w
 < 1), or `all` trained ones.
     mask  (the paper's Algorithm 1) the largest d are removed from C until the mean of the others is
-    <= second_moment; l = -w A, 0 for the removed tokens cap   (the authors' code) the water level c
-    with mean over C of min(d, c^2) = second_moment; PPO's clip of w to [e^-c, e^c] The means of a
-    sorted list's prefixes only grow, so one sort gives an exact decision, equal for every
-    micro-batch.
+          <= second_moment; l = -w A, 0 for the removed tokens
+    cap   (the authors' code) the water level c with mean over C of min(d, c^2) = second_moment;
+          PPO's clip of w to [e^-c, e^c]
+The means of a sorted list's prefixes only grow, so one sort gives an exact decision, equal for
+every micro-batch.
 """
 
 from __future__ import annotations
