@@ -66,6 +66,8 @@ def test_every_tenth_version_is_evaluated_once_and_wholly_over_stop_and_resume(r
 
 
 def test_mean_and_pass_at_k_are_those_of_the_prompts_in_the_log(run: Path) -> None:
+    """How many of a prompt's responses pass here is up to the model: tests/unit/test_evaluation.py
+    has all counts."""
     for line in evaluations(run):
         means, passed = ([one[key] for one in line["per_prompt"]] for key in ("mean", "passed"))
         assert line["mean_reward"] == pytest.approx(sum(means) / PROMPTS, rel=1e-12)
@@ -77,8 +79,6 @@ def test_mean_and_pass_at_k_are_those_of_the_prompts_in_the_log(run: Path) -> No
                 )
                 shares.append(sum(map(any, choices)) / len(choices))
             assert line["pass_at"][str(k)] == pytest.approx(sum(shares) / PROMPTS, rel=1e-12)
-    counts = {one["passed"] for line in evaluations(run) for one in line["per_prompt"]}
-    assert len(counts) > 1, "pass@k of prompts that all pass alike is the mean"
 
 
 def test_new_weights_give_other_responses_or_the_same_with_other_log_probs(
