@@ -166,14 +166,13 @@ def until_used(at_most: int) -> int:
 
 
 def settled() -> int:
-    """Return the bytes in use, once they no longer change."""
-    found = used()
-    until = time.monotonic() + 30.0
-    while time.monotonic() < until:
-        time.sleep(0.5)
-        if (later := used()) == found:
-            break
-        found = later
+    """Return the bytes in use, once they have not changed for five seconds."""
+    found, since = used(), time.monotonic()
+    until = since + 30.0
+    while since + 5.0 > time.monotonic() < until:
+        time.sleep(0.1)
+        if (later := used()) != found:
+            found, since = later, time.monotonic()
     return found
 
 
