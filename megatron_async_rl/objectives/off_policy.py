@@ -13,8 +13,8 @@ The proximal policy is the denominator of the ratio r = pi / pi_prox:
     snapshot    log-probs under the trainer's copy of exactly the version that sampled the token
                 (arXiv 2605.12070); precomputed
 
-A correction is a factor on each token's loss; 0 rejects the token. Corrections depend on the ratio
-rho = pi_prox / mu.
+A correction is a factor on each token's loss; 0 rejects the token. Corrections use the ratio rho =
+pi_prox / mu as a weight or compare it with bounds; `opsm` compares pi_prox / pi instead.
 
 Invariant: sequence statistics use the tokens that earlier corrections kept.
 """

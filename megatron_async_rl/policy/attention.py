@@ -297,7 +297,7 @@ def _windowed_attention(
     contexts = []
     for start in range(before, length, WINDOWED_QUERIES):
         stop = min(start + WINDOWED_QUERIES, length)
-        # The band's first column is `behind` tokens before its first query, if there is such a one.
+        # The band's first column is `behind` tokens before its first query, if there is one.
         left = max(0, behind - start)
         first = start - behind + left
         contexts.append(

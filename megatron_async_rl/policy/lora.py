@@ -16,7 +16,7 @@ Invariants:
 - only adapters and a value head have a gradient;
 - merged weights are computed shard by shard from the rank's own data, without a message;
 - dropout is active only in training passes. Masks come from Megatron's generators: tensor-parallel
-  ranks with the same inputs drop the same ones.
+  ranks with the same inputs drop the same elements.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Layout:
 
     @property
     def records_outputs(self) -> bool:
-        """True on exactly one of the ranks of a stage that compute the same outputs."""
+        """True on one of the ranks of a stage that compute the same outputs of the same samples."""
         return self.tp_rank == 0 and self.cp_rank == 0
 
     def is_first_chunk(self, virtual_stage: int) -> bool:
