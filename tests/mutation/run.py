@@ -360,7 +360,7 @@ class Judge:
         Their lines are executed in other processes, so whole files run."""
         for file in self._map.nearest(mutant.file, PROCESSES)[:PROCESS_TESTS]:
             if self._passes(file) and self.verdict_of(mutant, [file]) != "survived":
-                # Once more without the mutant: a test that fails on a busy machine kills none.
+                # Again without the mutant: a test that fails on a busy machine kills none.
                 del self._passing[file]
                 if self._passes(file):
                     return file
