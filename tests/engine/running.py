@@ -39,7 +39,7 @@ CHECKPOINTS = 4
 TEMPERATURE, MAX_TOKENS, FEWER_TOKENS, SHORT_TOKENS = 1.0, 400, 160, 24
 SAMPLING = {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}
 """Sampling of training; that of held-out sets is in EVALUATIONS."""
-SHORT, FEWER = "short", "fewer"
+SHORT, FEWER, DOUBLE, FOURFOLD = "short", "fewer", "double", "fourfold"
 EVALUATIONS = {
     name: EvalSamplingConfig.model_validate(own).over(
         SamplingConfig(max_tokens=12, temperature=1.5)
@@ -48,6 +48,8 @@ EVALUATIONS = {
         # The second stop string: a token after one whose number ends in 19.
         SHORT: {"temperature": 0.7, "max_tokens": SHORT_TOKENS, "stop": ["never", "19 w"]},
         FEWER: {"temperature": TEMPERATURE, "max_tokens": FEWER_TOKENS},
+        DOUBLE: {"temperature": TEMPERATURE, "max_tokens": 2 * FEWER_TOKENS},
+        FOURFOLD: {"temperature": TEMPERATURE, "max_tokens": 4 * FEWER_TOKENS},
         "cut": {"top_k": 40, "top_p": 0.7, "min_p": 0.002},
         "penalised": {
             "repetition_penalty": 1.3,

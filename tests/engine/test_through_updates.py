@@ -24,7 +24,9 @@ from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 from tests.engine.asking import abort, finished, grown, outcomes, report, sampled, submit
 from tests.engine.running import (
     CHECKPOINTS,
+    DOUBLE,
     FEWER,
+    FOURFOLD,
     KEEP,
     RECOMPUTE,
     SHORT,
@@ -46,6 +48,9 @@ pytestmark = pytest.mark.engine
 BOTH = pytest.mark.parametrize("engine", [KEEP, RECOMPUTE], ids=["keep", "recompute, two workers"])
 EMPTY = Manifest(buckets=(), digests={})
 UPDATES = CHECKPOINTS - 1
+LENGTHS = ((None, FEWER), (FOURFOLD, DOUBLE), *[(FOURFOLD, FOURFOLD)] * 3)
+"""Samplings of KEEP and RECOMPUTE at each attempt to have responses sampled through the updates:
+longer ones where a busy machine sampled too many to their end before."""
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +58,11 @@ def through_updates(engines: Engines) -> dict[int, list[Sample]]:
     """Responses of each engine that were sampled by four different weights; others are asked where
     too many finished before the last of these came."""
     found: dict[int, list[Sample]] = {KEEP: [], RECOMPUTE: []}
-    while min(map(len, found.values())) < 2:
+    for samplings in LENGTHS:
         prompts = [prompt_of(20, seed) for seed in range(6)]
         asked = {
             engine: engines.asked(prompts, 2, sampling=sampling)
-            for engine, sampling in ((KEEP, None), (RECOMPUTE, FEWER))
+            for engine, sampling in zip((KEEP, RECOMPUTE), samplings, strict=True)
         }
         for engine, handle in enumerate(engines.handles):
             submit(handle, asked[engine])
@@ -70,7 +75,9 @@ def through_updates(engines: Engines) -> dict[int, list[Sample]]:
             ids = [request.id for request in asked[engine] if request.id not in done[engine]]
             samples = [sample for sample in outcomes(handle, ids) if isinstance(sample, Sample)]
             found[engine] += [s for s in samples if len(set(s.versions.tolist())) == UPDATES + 1]
-    return found
+        if min(map(len, found.values())) >= 2:
+            return found
+    pytest.fail(f"{len(LENGTHS)} times, too few responses were sampled through the updates")
 
 
 def apart(sample: Sample, start: int, end: int, reference: torch.Tensor) -> float:
