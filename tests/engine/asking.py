@@ -47,9 +47,15 @@ def grown(handle: Any) -> set[str]:
             return done
 
 
-def outcomes(handle: Any, ids: Sequence[str], timeout_s: float = 400.0) -> list[Sample | Aborted]:
-    """Outcomes of these requests, in order."""
-    came: dict[str, Sample | Aborted] = {}
+def outcomes(
+    handle: Any,
+    ids: Sequence[str],
+    timeout_s: float = 400.0,
+    came: dict[str, Sample | Aborted] | None = None,
+) -> list[Sample | Aborted]:
+    """Outcomes of these requests, in order. `came`: outcomes by request that came before; those
+    that come now, also of other requests, are added."""
+    came = {} if came is None else came
     deadline = time.monotonic() + timeout_s
     while not came.keys() >= set(ids):
         assert time.monotonic() < deadline, f"no answer to {sorted(set(ids) - came.keys())}"
