@@ -80,7 +80,8 @@ def test_colocated_engines_do_not_sample_while_the_policy_trains(exact: Ended) -
     spans = read_timeline(exact.directory)
     training = [span for span in spans["rank 0"] if span.state == "training"]
     busy = [span for span in spans["engine-0"] if span.state == "busy"]
-    # The step in which the controller is stopped may not come to its line.
+    # The step in which the run ends (in the gate by its killed launcher, in `make test-all` by its
+    # stopped rank) may not come to its line.
     assert len(training) - len(exact.rows) in (0, 1)
     assert sum(span.seconds for span in busy) > 0
     overlap = sum(
@@ -88,7 +89,8 @@ def test_colocated_engines_do_not_sample_while_the_policy_trains(exact: Ended) -
     )
     assert overlap < 0.01
     assert any(span.state == "asleep" for span in spans["engine-0"])
-    # Both starts of the run: the policy takes its memory back before a step, and gives it up after.
+    # In every start of the run (`make test-all` has a second), the policy takes its memory back
+    # before a step, and gives it up after.
     states = [span.state for span in spans["rank 0"]]
     around = {
         (states[i - 1], states[i + 1]) for i in range(1, len(states) - 1) if states[i] == "training"
@@ -106,7 +108,7 @@ def test_colocated_engines_do_not_sample_while_the_policy_trains(exact: Ended) -
 def test_a_colocated_engine_loads_what_is_lent_while_the_policy_publishes(exact: Ended) -> None:
     spans = read_timeline(exact.directory)
     publishing = [span for span in spans["rank 0"] if span.state == "publishing"]
-    # What follows the last is where the controller was stopped.
+    # What follows the last is where the run was brought to its end.
     end = publishing[-1].end
     loading = [s for s in spans["engine-0"] if s.state == "loading" and s.start < end]
     assert len(loading) >= len(exact.rows)
@@ -143,7 +145,7 @@ def test_replay_trains_on_stored_responses_of_any_age(replay: Ended) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "name"), [("window", "rank 0"), pytest.param("exact", "controller", marks=thorough)]
+    ("way", "name"), [("window", "controller"), pytest.param("exact", "rank 0", marks=thorough)]
 )
 def test_a_stopped_process_ends_the_run_and_is_named(
     runs: dict[str, Future[Ended]], way: str, name: str
@@ -153,7 +155,7 @@ def test_a_stopped_process_ends_the_run_and_is_named(
     assert ended.code == 1
     assert f"{name} (pid {ended.pid}) is stopped" in ended.said, ended.said
     assert " waits for " in ended.said
-    assert ("rank 1 (pid" if name == "rank 0" else "rank 0 (pid") in ended.said
+    assert ("controller (pid" if name == "rank 0" else "rank 0 (pid") in ended.said
     assert "Traceback" not in ended.said
     assert len(ended.said.splitlines()) < 60
     assert json.loads((ended.directory / "status.json").read_text())["phase"] == "failed"

@@ -3,8 +3,8 @@ apart by settings alone. Each shows first what its settings do, and then how it 
 of it is killed, stopped or broken.
 
     exact    colocated, its weights shared; its launcher is killed; in `make test-all` it is started
-             again, and then its controller is stopped
-    window   from a converted model; rank 0 of its two ranks is stopped
+             again, and then its rank is stopped
+    window   from a converted model, with two ranks; its controller is stopped
     replay   in `make test-all`: its reward no longer returns, which by the config ends the run
 """
 
@@ -133,7 +133,7 @@ def run(workspace: Workspace, name: str) -> Ended:
     else:
         wait_until(lambda: len(workspace.metrics(name)) >= steps, process)
     processes = started_by(process)
-    stopped = {"exact": "controller", "window": "rank 0"}.get(name)
+    stopped = {"exact": "rank 0", "window": "controller"}.get(name)
     pid = pid_of(directory, stopped or "engine-0")
     if stopped is not None:
         psutil.Process(pid).send_signal(signal.SIGSTOP)
