@@ -14,8 +14,8 @@ from tests.end_to_end.workspace import Workspace, alive, started_by, wait_until
 from tests.vllm_process import core_of
 
 UNRESPONSIVE_S = 60.0
-"""Waited out for each engine that stops. Other runs go on next to this one, and an engine that only
-is slow must not count as lost, too: each has one restart."""
+"""Time until a stopped engine counts as lost. Other runs use the cores at the same time, and a slow
+engine must not count as lost: each engine has one restart."""
 
 
 def trouble(workspace: Workspace) -> dict[str, object]:
