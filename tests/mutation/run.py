@@ -52,7 +52,6 @@ from tests.mutation.nearest import PROCESSES, ImportMap
 
 # Threads of libraries would not exist after a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("MAR_TESTS", None)  # the tests of the gate, without those marked `thorough`
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 ROOT = Path(__file__).parents[2]
@@ -486,6 +485,7 @@ def main() -> int:
     ]
     drawn = sample(mutants, options.count, options.seed)
     _become_subreaper()
+    os.environ.pop("MAR_TESTS", None)  # the tests of the gate, without those marked `thorough`
     # A shell that starts this in the background has SIGINT ignored, and tests that press Ctrl-C
     # would wait forever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
