@@ -183,9 +183,14 @@ def _refuse_one_object(path: Path, content: bytes) -> None:
     if not isinstance(whole, dict):
         return
     lists = [key for key, value in whole.items() if isinstance(value, list)]
-    # One line with one object is also valid JSONL, so a list of chat messages is a row.
-    alone = len(whole) == len(lists) == 1 and all(
-        isinstance(row, dict) and not {"role", "from"} & row.keys() for row in whole[lists[0]]
+    # One line with one object is also valid JSONL, so a list of chat messages, or an empty one, is
+    # a row.
+    alone = (
+        len(whole) == len(lists) == 1
+        and whole[lists[0]]
+        and all(
+            isinstance(row, dict) and not {"role", "from"} & row.keys() for row in whole[lists[0]]
+        )
     )
     if alone or b"\n" in content.strip():
         shown = " or ".join(f"that of `{key}`" for key in lists) or "[{...}, {...}]"

@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -375,6 +375,7 @@ LIKE_OTHERS = st.sampled_from(["1", "2020-01-02", "NA", "", "true", 1, 1.0, 2**6
 
 
 @settings(deadline=None, max_examples=examples(100, 30))
+@example([{"a": []}])
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), JSON_VALUES | LIKE_OTHERS), max_size=4))
 def test_rows_of_json_arrive_as_they_are_written(rows: list[dict[str, Any]]) -> None:
     with TemporaryDirectory() as folder:
