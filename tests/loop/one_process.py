@@ -218,6 +218,7 @@ class OneProcess:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
+        self._configs = 0
         self.pending: list[int] = []
         """Groups that the last run admitted and did not end."""
         self._launch: Launch = Engines()
@@ -239,7 +240,9 @@ class OneProcess:
         device.install("cpu")
 
     def config(self, name: str, *overrides: str) -> Config:
-        return load(self._file, [f"run.dir={self.root / name}", *overrides])
+        """Return the config of a new run: hypothesis may draw an example a second time."""
+        self._configs += 1
+        return load(self._file, [f"run.dir={self.root / f'{self._configs} {name}'}", *overrides])
 
     def run(
         self, config: Config, engines: Engines, crashes_at: tuple[str, int] | None = None
