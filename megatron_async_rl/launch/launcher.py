@@ -44,7 +44,13 @@ from megatron_async_rl.launch.ending import (
     torchrun_failure,
 )
 from megatron_async_rl.launch.rendezvous import PeerNodes, RankStore
-from megatron_async_rl.launch.run_lock import RunDirectoryError, concerns, lock_run_dir, usable
+from megatron_async_rl.launch.run_lock import (
+    FIX,
+    RunDirectoryError,
+    concerns,
+    lock_run_dir,
+    usable,
+)
 from megatron_async_rl.metrics.log import FILE as METRICS
 from megatron_async_rl.metrics.log import cut_unreadable
 from megatron_async_rl.plan.layout import PLANNED_DEVICE
@@ -137,9 +143,6 @@ def launch(
             f" resumes. Run directory: {run_dir}",
         )
         return INTERRUPTED
-    if exit_code != INTERRUPTED:
-        with contextlib.suppress(OSError):  # a lost directory was reported before
-            explain_failure(run_dir, console)
     return exit_code
 
 
@@ -251,7 +254,11 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
                 )
             watch.stop()
     if error is not None:
-        print_plain(console, f"The run was ended, as its directory cannot be used: {error}")
+        text = f"The run was ended because its directory cannot be used: {error}\n  fix: {FIX}"
+        print_plain(console, text)
+    elif exit_code not in (0, INTERRUPTED):
+        with contextlib.suppress(OSError):  # the directory was lost since
+            explain_failure(run_dir, console)
     return exit_code
 
 

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 FILE = "lock"
 _OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+FIX = "free space there or correct its permissions, or choose another run.dir"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -149,11 +150,8 @@ def usable(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         if not concerns(error, run_dir):
             raise
-        raise RunDirectoryError.of(
-            "run.dir",
-            f"{error.filename or run_dir}: {error.strerror or error}",
-            "free space there or correct its permissions, or choose another run.dir",
-        ) from error
+        what = f"{error.filename or run_dir}: {error.strerror or error}"
+        raise RunDirectoryError.of("run.dir", what, FIX) from error
 
 
 def _holder(descriptor: int, command: str, key: str) -> tuple[str, str]:

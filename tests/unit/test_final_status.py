@@ -164,7 +164,9 @@ def test_a_directory_that_is_lost_on_the_way_ends_the_run_without_a_traceback(
     raising(monkeypatch, OSError(30, "Read-only file system", filename))
     code, status, shown = run_of("sleep 3600")
     assert (code, status.phase) == (1, "failed")
-    assert "The run was ended, as its directory cannot be used: [Errno 30] Read-only" in shown
+    told, _, fix = shown.partition("\n  fix: ")
+    assert "The run was ended because its directory cannot be used: [Errno 30] Read-only" in told
+    assert fix == "free space there or correct its permissions, or choose another run.dir\n"
 
 
 @pytest.mark.parametrize("where", ["run", "run/watch", "run/logs", "run/lock", "run/config.yaml"])
