@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Sample
@@ -121,3 +123,17 @@ def require_a_reward(samples: Sequence[SampleRow], step: int) -> None:
         "  fix: correct the reward, or the data it reads; every failure is in"
         " RUN/logs/*.reward_errors.jsonl"
     )
+
+
+class WeightsChanged(UserError):
+    """A resume loaded other weights than its checkpoint's step produced."""
+
+    @classmethod
+    def at(cls, step: int, saved: str, loaded: str) -> Self:
+        return cls.of(
+            "checkpoint",
+            f"the weights of step {step} had the digest {saved} when they were saved, and have"
+            f" {loaded} after they were loaded",
+            "remove this checkpoint, so that the run resumes from an older one, and check memory"
+            " and disks of these machines",
+        )

@@ -77,6 +77,9 @@ class OtherRank:
     def advance(self, version: int) -> None:
         """Set the run's version."""
 
+    def digested(self, digest: str) -> None:
+        """Note the digest of this version's weights, for its line of metrics."""
+
     def staged(self, manifest: Manifest) -> None:
         """Announce that this version is staged; engines may load it."""
 
@@ -126,6 +129,8 @@ class Rank0(OtherRank):
         self._batches: BatchSource | None = None
         self._code: dict[str, str] = {}
         """Digests, at the start, of the Python files that the configuration names."""
+        self._digest = ""
+        """Digest of the weights of `version`."""
         self._handout: Handout | None = None
         """Batch that was taken and not yet handed out."""
         self._flow_metrics: dict[str, MetricValue] = {}
@@ -202,6 +207,9 @@ class Rank0(OtherRank):
     def advance(self, version: int) -> None:
         self.version = version
 
+    def digested(self, digest: str) -> None:
+        self._digest = digest
+
     def staged(self, manifest: Manifest) -> None:
         self.engines.publish(self.version, manifest)
 
@@ -229,7 +237,8 @@ class Rank0(OtherRank):
             max_lag(self.config.flow.async_ratio),
             norm * self.config.objective.steps_per_batch if isinstance(norm, float) else None,
         )
-        self._log.log(self.version, {**metrics, **seen, **self._flow_metrics, **self._step_times()})
+        values = {**metrics, **seen, **self._flow_metrics, **self._step_times()}
+        self._log.log(self.version, values, self._digest)
         self.set_status("training")
 
     def _step_times(self) -> dict[str, float]:

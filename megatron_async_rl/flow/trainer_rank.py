@@ -13,7 +13,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.buffer import BUFFER_FILE
 from megatron_async_rl.flow.colocated import BufferRequest, DevicePhases
+from megatron_async_rl.flow.errors import WeightsChanged
 from megatron_async_rl.flow.evaluation import EvalSchedule, LossResult
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
 from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, RECORD_FILE
@@ -31,8 +32,9 @@ from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.rollout.cluster import gpu_of_rank
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
+from megatron_async_rl.weights.digest import version_digest
 from megatron_async_rl.weights.export import WeightExporter, WeightShards
-from megatron_async_rl.weights.staging import Staging, staging_of
+from megatron_async_rl.weights.staging import Staging, WeightDigests, staging_of
 
 MeanLoss = Callable[[Callable[[], TrainBatch | None]], tuple[float, int]]
 """`Policy.mean_loss`."""
@@ -53,21 +55,30 @@ class TrainerRank:
         self.memory: DeviceMemory | None = None
         """Device memory of the policy; null until it is built."""
         self._staging: Staging | None = None
+        self._digests: WeightDigests | None = None
         self._shards: WeightShards | None = None
+        self._digest = ""
+        """Digest of the weights of `version`, from `publish` on."""
+        self._expected: str | None = None
+        """Digest that the weights of the first version must have; null if it is not known."""
 
     def stage_from(self, exporter: WeightExporter) -> None:
-        """Set the source of the weights for `publish`. A supervised run has no receivers."""
+        """Set the source of the weights for `publish`. A run without engines has no receivers; it
+        computes digests alone."""
+        weights, layout = self.config.weights, self.layout
         if self.config.rollout is not None:
-            weights, layout = self.config.weights, self.layout
             self._staging = staging_of(weights.transport, layout.device, layout)
-            max_bytes = weights.bucket_mib * 2**20
-            self._shards = WeightShards(exporter, self._staging.reached, max_bytes)
+        self._digests = self._staging or WeightDigests(layout)
+        max_bytes = weights.bucket_mib * 2**20
+        self._shards = WeightShards(exporter, self._digests.reached, max_bytes)
 
     def begin(self, version: int, resumed: dict[str, Any] | None, oldest: int) -> None:
         """Begin the run at `version`; `resumed`: content of the checkpoint. `oldest`: the oldest
         version whose tokens may train. Engines start while the policy has released its training
         state."""
         self.version = version
+        if resumed is not None:
+            self._expected = expected_digest(resumed, self.config)
         # The timeline shows this as part of the start: next, the engines start.
         with self.devices.phase("publish"), self.devices.step("release"):
             self._make_room()
@@ -113,7 +124,8 @@ class TrainerRank:
             self._make_room()
 
     def publish(self, version: int) -> None:
-        """Stage the weights of this rank; the engines load while the loop continues."""
+        """Stage the weights of this rank; the engines load while the loop continues. Raises
+        WeightsChanged if a resumed run does not begin with the weights of its checkpoint."""
         self.version = version
         self.rank0.advance(version)
         self.enter("publishing")
@@ -136,7 +148,13 @@ class TrainerRank:
             self.layout.barrier()
 
     def _stage(self) -> None:
-        if self._staging is None or self._shards is None:
+        if self._digests is None or self._shards is None:
+            return
+        if self._staging is None:
+            digests = self._digests.digests(
+                self.version, self._shards.buckets, self._shards.parts()
+            )
+            self._record_digest(digests)
             return
         # This overwrites the slot of the version before the last, once no engine reads it.
         manifest = self._staging.stage(
@@ -145,11 +163,20 @@ class TrainerRank:
             self._shards.parts(),
             lambda: self.rank0.engines.until_released(self.version),
         )
+        # Before any engine may load the version.
+        self._record_digest(manifest.digests)
         self.rank0.staged(manifest)
         if self._staging.on_demand:
             # The buckets are filled from the live weights: the next step must not change these
             # before every engine has loaded.
             self._meanwhile(lambda: self.rank0.engines.until_loaded(self.version))
+
+    def _record_digest(self, digests: Mapping[str, str]) -> None:
+        self._digest, expected = version_digest(digests), self._expected
+        self._expected = None
+        if expected not in (None, self._digest):
+            raise WeightsChanged.at(self.version, str(expected), self._digest)
+        self.rank0.digested(self._digest)
 
     def _meanwhile(self, wait: Callable[[], None]) -> None:
         """Run `wait` on rank 0, like `Layout.from_rank_zero`. Until it returns, all ranks fill the
@@ -235,6 +262,7 @@ class TrainerRank:
             "data": position.state if position else None,
             "evaluated": self.schedule.means if self.schedule else {},
             "model_path": str(self.config.model.path),
+            "weights": {"digest": self._digest, "form": weights_form(self.config)},
         }
         files = {
             CONFIG_FILE: dump(self.config).encode("utf-8"),
@@ -263,6 +291,20 @@ class TrainerRank:
         self.rank0.close()
         if self._staging is not None:
             self._staging.close()
+
+
+def weights_form(config: Config) -> str:
+    """Return a text that is equal for two configs if the same weights have the same digest. The
+    scales of FP8 weights depend on how the layout cuts them."""
+    cut = f" {config.policy.parallel}" if config.policy.fp8 is not None else ""
+    return f"{config.model.dtype} {config.engine_dtype}{cut}"
+
+
+def expected_digest(resumed: Mapping[str, Any], config: Config) -> str | None:
+    """Return the digest of the loaded weights that a checkpoint's content states; null if it states
+    none, or one of weights in another form."""
+    saved = resumed.get("weights", {})
+    return saved["digest"] if saved.get("form") == weights_form(config) else None
 
 
 def _begun(wait: Callable[[], None]) -> Future[None]:

@@ -48,6 +48,8 @@ FILE = "metrics.jsonl"
 CUT_FILE = "metrics.cut.jsonl"
 EVAL_FILE = "eval.jsonl"
 EVAL_CUT_FILE = "eval.cut.jsonl"
+WEIGHTS = "weights"
+"""Field of a line: digest of the weights that the step produced."""
 SCALARS = frozenset({"number", "total"})
 """Kinds of metrics that are one number."""
 
@@ -93,9 +95,9 @@ class MetricsLog:
         self._last: tuple[int, str] | None = None
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
-    def log(self, step: int, values: Mapping[str, object]) -> None:
+    def log(self, step: int, values: Mapping[str, object], weights: str = "") -> None:
         """Write the line of `step`: optimizer steps done, so also the version of the weights it
-        produced.
+        produced. weights: digest of these weights (weights/digest.version_digest); "" for none.
 
         Raises MetricsError on an unknown key, on a value of another kind than the catalogue's, and
         on a step logged before.
@@ -111,6 +113,8 @@ class MetricsLog:
         checked = {name: _checked(name, value) for name, value in values.items()}
 
         line: dict[str, object] = {"step": step, "version": step, "time": round(now, 3)}
+        if weights:
+            line[WEIGHTS] = weights
         line |= {name: _as_json(value) for name, value in (checked | self._evaluated).items()}
         # Values that are not finite are text by now; anything else is an error of this package.
         text = json.dumps(line, allow_nan=False)
@@ -248,6 +252,8 @@ class MetricsReader:
     def _row(self, line: bytes, place: int) -> MetricRow:
         try:
             row: MetricRow = json.loads(line)
+            # Text, and no metric: `digests_of_steps` reads it.
+            row.pop(WEIGHTS, None)
             # Most values are plain numbers; a long run has millions of them.
             others = [
                 (key, value)

@@ -20,7 +20,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Protocol
 
@@ -73,7 +73,101 @@ class NotStaged(RuntimeError):
     consequence = True
 
 
-class Staging:
+class WeightDigests:
+    """Digests of complete versions, for a run without engines. Every rank of `ranks` makes the
+    object. reached: for each rank, True if it contributes its parts."""
+
+    def __init__(self, ranks: StagingRanks | None = None) -> None:
+        """Collective."""
+        self._ranks: StagingRanks = ranks or SingleProcess()
+        self.reached = self._reached()
+
+    def _reached(self) -> list[bool]:
+        return self._ranks.gathered(True)
+
+    def digests(
+        self,
+        version: int,
+        buckets: Sequence[Sequence[TensorSpec]],
+        parts: Iterable[ShardSlice],
+    ) -> dict[str, str]:
+        """Return the digest of every tensor by name. Arguments and errors: see `Staging.stage`.
+        Collective."""
+        flat = [entry for bucket in entries_of_version(version, buckets) for entry in bucket]
+        return self._digests(version, flat, parts, lambda _: None)
+
+    def _digests(
+        self,
+        version: int,
+        entries: Sequence[TensorEntry],
+        parts: Iterable[ShardSlice],
+        put: Callable[[ShardSlice], None],
+    ) -> dict[str, str]:
+        """Call `put` with each of this rank's parts; return the digests over all ranks."""
+        number = {entry.name: index for index, entry in enumerate(entries)}
+        digests = {}
+        for entry, (d1, d2, elements) in zip(entries, self._sums(number, parts, put), strict=True):
+            # The counts add up over ranks, so a part that is missing or repeated is detected.
+            if elements != prod(entry.shape):
+                raise ValueError(
+                    f"the ranks wrote {elements} of the {prod(entry.shape)} elements of"
+                    f" {entry.name} in the update to version {version}"
+                )
+            dtype = getattr(torch, entry.dtype)
+            digests[entry.name] = digest_text(dtype, entry.shape, (d1, d2, elements))
+        return digests
+
+    def _sums(
+        self,
+        number: Mapping[str, int],
+        parts: Iterable[ShardSlice],
+        put: Callable[[ShardSlice], None],
+    ) -> list[list[int]]:
+        """Return [d1, d2, elements] of every tensor, over all ranks. Raises the error of `put`, and
+        NotStaged if only another rank's raised one."""
+        names: list[int] = []
+        digests: list[Tensor] = []
+        failure: Exception | None = None
+        for part in parts:
+            if failure is not None:
+                continue  # other ranks may still be writing their parts
+            try:
+                put(part)
+                digests.append(partial_digest(part.tensor, part.row, part.column))
+                names.append(number[part.name])
+            except Exception as error:  # noqa: BLE001 - raised once the other ranks know
+                failure = error
+        sums = torch.zeros(len(number) + 1, 3, dtype=torch.int64)
+        if failure is not None:
+            sums[-1] = 1
+        elif digests:
+            sums.index_add_(0, torch.tensor(names), torch.stack(digests).cpu())
+        # One reduction carries digests and failures, so all ranks raise together or none does.
+        *found, (failed, _, _) = self._ranks.summed(sums).tolist()
+        if failure is not None:
+            raise failure
+        if failed:
+            raise NotStaged(f"{failed} other ranks could not write their parts of the weights")
+        return found
+
+
+def entries_of_version(
+    version: int, buckets: Sequence[Sequence[TensorSpec]]
+) -> list[tuple[TensorEntry, ...]]:
+    """Return the entries of each bucket. Raises ValueError for an update without buckets, or with a
+    repeated tensor."""
+    entries = [entries_of(bucket) for bucket in buckets]
+    if not entries:
+        raise ValueError(f"the update to version {version} has no buckets")
+    seen = set[str]()
+    for entry in (entry for bucket in entries for entry in bucket):
+        if entry.name in seen:
+            raise ValueError(f"tensor {entry.name} comes twice in one update")
+        seen.add(entry.name)
+    return entries
+
+
+class Staging(WeightDigests):
     """Staged versions of one carrier. Every rank of `ranks` makes the object, and one thread of
     each uses it; rank 0's object owns the memory, which `close` frees. reached: for each rank, True
     if it can write to that memory."""
@@ -83,13 +177,12 @@ class Staging:
 
     def __init__(self, carrier: Carrier, ranks: StagingRanks | None = None) -> None:
         """Collective. Raises OSError if even a first byte of memory cannot be allocated."""
-        self._ranks: StagingRanks = ranks or SingleProcess()
         self._carrier = carrier
         self._slots = (StagingSlot(carrier), StagingSlot(carrier))
         self._next = 0
         self._writer = carrier.writer()
         self._paths: list[str] = []
-        self.reached = self._reached()
+        super().__init__(ranks)
 
     def _reached(self) -> list[bool]:
         probes: list[BucketMemory] = []
@@ -119,15 +212,7 @@ class Staging:
         that the parts of all ranks do not fill; OSError if memory is exhausted; and NotStaged if
         only another rank failed. The version staged last then remains valid.
         """
-        entries = [entries_of(bucket) for bucket in buckets]
-        flat = [entry for bucket in entries for entry in bucket]
-        number = {entry.name: index for index, entry in enumerate(flat)}
-        if not flat:
-            raise ValueError(f"the update to version {version} has no buckets")
-        if len(number) < len(flat):
-            twice = next(e.name for i, e in enumerate(flat) if number[e.name] != i)
-            raise ValueError(f"tensor {twice} comes twice in one update")
-
+        entries = entries_of_version(version, buckets)
         # Only rank 0 allocates memory, and all ranks write to it.
         paths = self._ranks.from_rank_zero(lambda: self._open(entries, when_free))
         started = time.monotonic()
@@ -140,17 +225,17 @@ class Staging:
             )
             for path, bucket in zip(paths, entries, strict=True)
         ]
-        sums = self._write(refs, number, parts)
-        digests = {}
-        for entry, (d1, d2, elements) in zip(flat, sums, strict=True):
-            # The counts add up over ranks, so a part that is missing or repeated is detected.
-            if elements != prod(entry.shape):
-                raise ValueError(
-                    f"the ranks wrote {elements} of the {prod(entry.shape)} elements of"
-                    f" {entry.name} in the update to version {version}"
-                )
-            dtype = getattr(torch, entry.dtype)
-            digests[entry.name] = digest_text(dtype, entry.shape, (d1, d2, elements))
+        where = {entry.name: (ref, entry) for ref in refs for entry in ref.entries}
+        try:
+            digests = self._digests(
+                version,
+                [entry for bucket in entries for entry in bucket],
+                parts,
+                lambda part: self._put(part, *where[part.name]),
+            )
+        finally:
+            self._writer.keep({*self._paths, *paths})  # of both slots
+            self._paths = paths
         # Only a complete version switches slots: after a failure the newest one stays valid.
         self._next = 1 - self._next
         return Manifest(buckets=tuple(refs), digests=digests, seconds=time.monotonic() - started)
@@ -173,40 +258,6 @@ class Staging:
     ) -> list[str]:
         when_free()
         return self._slots[self._next].places([size_of(bucket) for bucket in entries])
-
-    def _write(
-        self, refs: Sequence[BucketRef], number: dict[str, int], parts: Iterable[ShardSlice]
-    ) -> list[list[int]]:
-        """Write this rank's parts; return [d1, d2, elements] of every tensor, over all ranks."""
-        where = {entry.name: (ref, entry) for ref in refs for entry in ref.entries}
-        names: list[int] = []
-        digests: list[Tensor] = []
-        failure: Exception | None = None
-        for part in parts:
-            if failure is not None:
-                continue  # other ranks may still be writing their parts
-            try:
-                self._put(part, *where[part.name])
-                digests.append(partial_digest(part.tensor, part.row, part.column))
-                names.append(number[part.name])
-            except Exception as error:  # noqa: BLE001 - raised once the other ranks know
-                failure = error
-        sums = torch.zeros(len(number) + 1, 3, dtype=torch.int64)
-        if failure is not None:
-            sums[-1] = 1
-        elif digests:
-            sums.index_add_(0, torch.tensor(names), torch.stack(digests).cpu())
-        # One reduction carries digests and failures, so all ranks raise together or none does.
-        *found, (failed, _, _) = self._ranks.summed(sums).tolist()
-
-        paths = [ref.path for ref in refs]
-        self._writer.keep({*self._paths, *paths})  # of both slots
-        self._paths = paths
-        if failure is not None:
-            raise failure
-        if failed:
-            raise NotStaged(f"{failed} other ranks could not write their parts of the weights")
-        return found
 
     def _put(self, part: ShardSlice, ref: BucketRef, entry: TensorEntry) -> None:
         rows, columns = part.tensor.shape

@@ -11,17 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from megatron_async_rl.flow.buffer import read_buffer
-from megatron_async_rl.flow.errors import RewardFailed
+from megatron_async_rl.flow.errors import RewardFailed, WeightsChanged
 from megatron_async_rl.policy.anomaly import AnomalyReport
+from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.samples.history import account
 from megatron_async_rl.samples.segments import load, read_entries
 from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.watchdog.events import read_status
+from megatron_async_rl.weights.digest import version_digest
 from tests.loop.one_process import Crash, Engines, LoopEngine, OneProcess, varied
 from tests.thorough import THOROUGH
 
@@ -243,6 +246,40 @@ def test_responses_that_wait_for_their_exact_lag_train_after_a_resume(loop: OneP
     assert [np.flatnonzero(row["lag/histogram"]).tolist() for row in rows] == [
         [min(step, lag)] for step in range(steps)
     ]
+
+
+def test_each_line_of_metrics_has_the_digest_of_the_weights_that_engines_got(
+    loop: OneProcess,
+) -> None:
+    engines = Engines()
+    run_dir = loop.run(loop.config("digests", *SYNCHRONOUS), engines)
+    digests = [line["weights"] for line in lines(run_dir / "metrics.jsonl")]
+    sent = engines.all[0].digests
+    assert digests == [version_digest(sent[step]) for step in range(1, STEPS + 1)]
+    assert len(set(digests)) == STEPS
+
+
+def test_a_resume_that_loads_other_weights_than_were_saved_ends_before_engines_get_them(
+    loop: OneProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = loop.config("changed weights", *SYNCHRONOUS, *EVERY_STEP)
+    with pytest.raises(Crash):
+        loop.run(config, Engines(), crashes_at=("after await_batch", 3))
+    load_checkpoint = Policy.load
+
+    def flip_one_bit(self: Policy, directory: Path) -> dict[str, Any] | None:
+        loaded = load_checkpoint(self, directory)
+        weight = next(self.model.chunks[0].parameters()).data
+        weight.view(torch.int32).view(-1)[:1].bitwise_xor_(1)
+        return loaded
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Policy, "load", flip_one_bit)
+        engines = Engines()
+        with pytest.raises(WeightsChanged, match="weights of step 2 had the digest"):
+            loop.run(config, engines)
+        assert not engines.all[0].updates
+    require_whole(loop, loop.run(config, Engines()))
 
 
 def test_replay_trains_on_stored_responses_of_any_age(loop: OneProcess) -> None:
