@@ -54,6 +54,6 @@ def logged_run(run_dir: Path, change: Change = lambda one: one) -> Path:
         for one in samples:
             log.finished(row(one, group))
         if group < STEPS:
-            log.trained([group], [row(one, group) for one in samples], group + 1)
+            log.trained([group], [[row(one, group) for one in samples]], group + 1)
     log.close()
     return run_dir

@@ -276,7 +276,8 @@ class Controller(Listener):
         samples = [sample for group in groups for sample in group.samples]
         # Before the log counts the samples as trained.
         require_a_reward(samples, version + 1)
-        self._sample_log.trained([group.index for group in groups], samples, version + 1)
+        batch = [group.samples for group in groups]
+        self._sample_log.trained([group.index for group in groups], batch, version + 1)
         return train_batch(groups, version)
 
     def _stop_asked(self) -> bool:

@@ -21,6 +21,7 @@ Invariants, in addition to those of the files (samples/segments.py):
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -76,6 +77,7 @@ ROWS, TOKENS = 256, 2**18
 """Limits of one record batch, and so of the time for which the thread holds the interpreter."""
 
 LogWrite = Callable[[], None]
+SampleGroups = Sequence[Sequence[SampleRow]]
 
 
 class SampleLog:
@@ -107,9 +109,9 @@ class SampleLog:
     def finished(self, sample: SampleRow) -> None:
         """Record a response with its reward."""
 
-    def trained(self, groups: Sequence[int], samples: Sequence[SampleRow], step: int) -> None:
+    def trained(self, groups: Sequence[int], batch: SampleGroups, step: int) -> None:
         """Record that the batch of optimizer step `step` was handed out. It consumes `groups` and
-        trains on `samples`, which with replay belong to other groups."""
+        trains on `batch`, the samples of each group, which with replay are other groups."""
 
     def group_dropped(self, group: int, step: int, reason: str) -> None:
         """Record that the group will not train. `step`: the next step."""
@@ -175,11 +177,12 @@ class SampleLogWriter(SampleLog):
     def finished(self, sample: SampleRow) -> None:
         self._put(lambda: self._add_sample(sample), rows=1)
 
-    def trained(self, groups: Sequence[int], samples: Sequence[SampleRow], step: int) -> None:
-        whole = [(group, None, None) for group in groups]
+    def trained(self, groups: Sequence[int], batch: SampleGroups, step: int) -> None:
         # By group and by sample: with replay, a batch trains on groups that it does not consume.
-        self._put_outcomes(whole, "consumed", step, None)
-        self._put_outcomes(map(_subject, samples), "trained", step, None)
+        self._put_outcomes([(group, None, None) for group in groups], "consumed", step, None)
+        subjects = [_subject(sample) for group in batch for sample in group]
+        places = [place for place, group in enumerate(batch) for _ in group]
+        self._put_outcomes(subjects, "trained", step, None, places)
 
     def group_dropped(self, group: int, step: int, reason: str) -> None:
         self._put_outcomes([(group, None, None)], "dropped", step, reason)
@@ -225,11 +228,18 @@ class SampleLogWriter(SampleLog):
             self._wake.set()
 
     def _put_outcomes(
-        self, subjects: Iterable[_Subject], outcome: SampleOutcome, step: int, reason: str | None
+        self,
+        subjects: Iterable[_Subject],
+        outcome: SampleOutcome,
+        step: int,
+        reason: str | None,
+        places: Sequence[int] | None = None,
     ) -> None:
+        """`places`: position in the batch of each subject's group; null outside a batch."""
+        numbered = zip(itertools.count(self._next_seq), subjects, places or itertools.repeat(None))
         rows: list[OutcomeRow] = [
-            (seq, group, name, finished_at, outcome, step, reason)
-            for seq, (group, name, finished_at) in enumerate(subjects, self._next_seq)
+            (seq, group, name, finished_at, outcome, step, reason, place)
+            for seq, (group, name, finished_at), place in numbered
         ]
         # Even if the queue is full: the gap in `seq` shows that rows were lost.
         self._next_seq += len(rows)

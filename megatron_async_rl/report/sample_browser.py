@@ -183,7 +183,7 @@ class SampleBrowser:
         # Earlier samples of the same id were lost in a crash, not dropped.
         open_ones = open_ones.join(last, keys=KEY, join_type="left semi")
         given = open_ones.join(
-            dropped.select(["group", "seq", "outcome", "step", "reason"]),
+            dropped.select(["group", "seq", "outcome", "step", "reason", "place"]),
             "group",
             join_type="inner",
         )

@@ -68,14 +68,18 @@ OUTCOMES = pa.schema(
         pa.field("outcome", pa.string(), nullable=False),
         pa.field("step", pa.int64(), nullable=False),
         pa.field("reason", pa.string()),
+        pa.field("place", pa.int32()),
     ]
 )
 """Outcomes of groups and samples. A row without `id` describes a whole group: `admitted`,
 `consumed` or `dropped`. The others describe one sample: `trained`, `dropped` or `evaluated`.
 `step`: for `consumed` and `trained`, the optimizer step (its line in metrics.jsonl); for `admitted`
 and `dropped`, the step that was next; for `evaluated`, the weight version. `reason`: for `dropped`.
-`repeated`, without `id`: a former `evaluated` row of an evaluation that was repeated; it keeps its
-`seq`."""
+`place`: for `trained`, the position in the batch of the sample's group; in the order of `seq`, the
+rows of a step are its batch. `repeated`, without `id`: a former `evaluated` row of an evaluation
+that was repeated; it keeps its `seq`."""
+_EARLIER_OUTCOMES = OUTCOMES.remove(OUTCOMES.get_field_index("place"))
+"""Columns of logs of earlier versions."""
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +167,7 @@ def payload_of(batch: pa.RecordBatch) -> bytes:
 def _batch(
     path: Path, table: TableName, payload: bytes, columns: Sequence[str] | None
 ) -> pa.RecordBatch:
-    known = (LOGGED, SCHEMA) if table == "samples" else (OUTCOMES,)
+    known = (LOGGED, SCHEMA) if table == "samples" else (OUTCOMES, _EARLIER_OUTCOMES)
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(payload))
         if not any(schema.equals(one) for one in known):
@@ -174,7 +178,12 @@ def _batch(
             # Arrow then decompresses only these columns.
             options.included_fields = [schema.get_field_index(name) for name in columns]
         with pa.ipc.open_stream(payload, options=options) as stream:
-            return stream.read_next_batch()
+            batch = stream.read_next_batch()
+        if table == "outcomes" and columns is None and "place" not in batch.schema.names:
+            batch = batch.append_column("place", pa.nulls(batch.num_rows, pa.int32())).cast(
+                OUTCOMES
+            )
+        return batch
     except (pa.ArrowException, OSError, StopIteration) as error:
         raise SegmentBroken(path, f"holds something other than record batches: {error}") from error
 
@@ -345,7 +354,7 @@ def resolve(
     return last, tuple(dict.fromkeys(steps)), None
 
 
-OutcomeRow = tuple[int, int, str | None, float | None, SampleOutcome, int, str | None]
+OutcomeRow = tuple[int, int, str | None, float | None, SampleOutcome, int, str | None, int | None]
 """Row of OUTCOMES."""
 
 

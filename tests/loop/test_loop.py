@@ -18,9 +18,13 @@ from safetensors.numpy import load_file
 
 from megatron_async_rl.flow.buffer import read_buffer
 from megatron_async_rl.flow.errors import RewardFailed, WeightsChanged
+from megatron_async_rl.flow.rank0 import Rank0
 from megatron_async_rl.policy.anomaly import AnomalyReport
 from megatron_async_rl.policy.policy import Policy
+from megatron_async_rl.samples.columns import NUMERIC
 from megatron_async_rl.samples.history import account
+from megatron_async_rl.samples.recorded import RecordedBatches
+from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.segments import load, read_entries
 from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.watchdog.events import read_status
@@ -280,6 +284,45 @@ def test_a_resume_that_loads_other_weights_than_were_saved_ends_before_engines_g
             loop.run(config, engines)
         assert not engines.all[0].updates
     require_whole(loop, loop.run(config, Engines()))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        SYNCHRONOUS,
+        ("flow.async_ratio=2",),
+        (
+            "flow.selection={name: replay, recent: 0.3}",
+            "objective={loss: trajectory_balance, advantage: none, reference: {}}",
+            "run.steps=8",
+        ),
+    ],
+)
+def test_the_log_has_every_batch_as_it_was_handed_out(
+    loop: OneProcess, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    handed_out: dict[int, TrainBatch] = {}
+    next_batch = Rank0.next_batch
+
+    def kept(self: Rank0) -> TrainBatch | None:
+        batch = next_batch(self)
+        if batch is not None:
+            handed_out[batch.version + 1] = batch
+        return batch
+
+    monkeypatch.setattr(Rank0, "next_batch", kept)
+    config = loop.config(f"recorded {overrides[0]}", *overrides, *EVERY_STEP)
+    with pytest.raises(Crash):
+        loop.run(config, Engines(), crashes_at=("log", 3))
+    run_dir = loop.run(config, Engines())
+    recorded = RecordedBatches(run_dir)
+    assert recorded.last_step == max(handed_out) == config.run.steps
+    for step, batch in handed_out.items():
+        found = recorded.batch(step)
+        assert found.version == batch.version
+        for name in NUMERIC.names:
+            if name != "id":  # a replayed response has the id of its batch
+                assert found.samples[name].equals(batch.samples[name]), (step, name)
 
 
 def test_replay_trains_on_stored_responses_of_any_age(loop: OneProcess) -> None:

@@ -214,11 +214,14 @@ def both() -> list[Any]:
 @looped(
     ("write", "fault"),
     [
-        (lambda log: log.trained([0], both()[:1], 1), "sample 0-1 waits, and its group does not"),
-        (lambda log: log.trained([0, 1], both(), 1), "group 1 is consumed and was never admitted"),
-        (lambda log: log.trained([], both(), 1), "step 1 consumes groups [] and trains samples"),
+        (lambda log: log.trained([0], [both()[:1]], 1), "sample 0-1 waits, and its group does not"),
         (
-            lambda log: [log.trained([0], both(), 1), log.group_dropped(0, 2, "late")],
+            lambda log: log.trained([0, 1], [both()], 1),
+            "group 1 is consumed and was never",
+        ),
+        (lambda log: log.trained([], [both()], 1), "step 1 consumes groups [] and trains samples"),
+        (
+            lambda log: [log.trained([0], [both()], 1), log.group_dropped(0, 2, "late")],
             "after it has",
         ),
         (lambda log: [log.group_dropped(0, 2, "late"), log.admitted(0, 3)], "after it has ended"),
@@ -261,7 +264,7 @@ def trained_segments(run_dir: Path) -> int:
         log.admitted(group, group + 1)
         for one in rows:
             log.finished(one)
-        log.trained([group], rows, group + 1)
+        log.trained([group], [rows], group + 1)
         log.close()
         at = log.position
     return at
@@ -326,7 +329,7 @@ def test_gaps_in_the_numbers_are_named_from_the_first_to_the_last_that_must_be_t
 def test_two_outcomes_of_one_number_are_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = written(tmp_path, lambda log: log.trained([0], both(), 1))
+    run_dir = written(tmp_path, lambda log: log.trained([0], [both()], 1))
     account(run_dir)
     table = read_table(run_dir, "outcomes")
     twice = pa.concat_tables([table, table.slice(1, 1)])

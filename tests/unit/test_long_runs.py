@@ -156,7 +156,7 @@ def test_outcomes_are_trimmed_outside_the_controllers_loop(
     """`begin` returns before the first is read."""
     log = SampleLogWriter(tmp_path, SamplesConfig())
     log.begin(0)
-    log.trained([0], [row(sample(0, 0))], 1)
+    log.trained([0], [[row(sample(0, 0))]], 1)
     log.close()
     has_returned, readers = threading.Event(), list[threading.Thread]()
     read = sample_log.read_batches

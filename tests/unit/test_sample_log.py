@@ -79,7 +79,8 @@ def begun(run_dir: Path, position: int = 0, **settings: int) -> SampleLogWriter:
 def train_on(log: SampleLog, samples: list[SampleRow], step: int) -> None:
     """A step that consumes the groups of `samples`, each the only one of its group."""
     groups = sorted({int(one.id.partition("-")[0]) for one in samples})
-    log.trained(groups, samples, step)
+    batch = [[one for one in samples if int(one.id.partition("-")[0]) == group] for group in groups]
+    log.trained(groups, batch, step)
 
 
 def admitted(log: SampleLog, *groups: int) -> None:

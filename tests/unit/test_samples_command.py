@@ -167,7 +167,7 @@ def test_samples_that_made_room_are_counted(tmp_path: Path) -> None:
     log = SampleLogWriter(tmp_path, SamplesConfig())
     log.begin(0)
     log.finished(row(new))
-    log.trained([0], [row(old), row(new)], 1)
+    log.trained([0], [[row(old), row(new)]], 1)
     log.close()
     for table in ("samples", "outcomes"):
         path_of(tmp_path / FOLDER, table, 0).unlink()  # type: ignore[arg-type]

@@ -1,0 +1,257 @@
+"""Train batches of past steps, from the sample log alone.
+
+    outcomes of a step, by `seq` --> (id, finished_at), place --> rows of samples --> TrainBatch
+
+Invariants:
+- a batch has every sample that trained in its step, in the order of the batch: a gap in `seq` and a
+  sample whose row is gone raise NotRecorded;
+- of a sample that was written again by a resumed run, the batch has the newest row; it is in the
+  segment of the sample's outcome or in an older one;
+- reading a step costs the segments that hold its rows, however long the log is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.samples.columns import NUMERIC, ROUTED
+from megatron_async_rl.samples.frames import FOLDER, SegmentBroken, segments_in
+from megatron_async_rl.samples.rows import TrainBatch
+from megatron_async_rl.samples.segments import read_batches
+
+CACHED_SEGMENTS = 4
+"""Number of segments whose keys stay in memory: samples of one step are in neighbouring ones."""
+CACHED_BATCHES = 32
+_OF_VERSIONS = ("evaluated", "repeated")
+"""Outcomes whose `step` is not that of the next batch."""
+
+_Key = tuple[str, float]
+_Place = tuple[int, int]
+
+
+class NotRecorded(UserError):
+    """The log of a run does not have a step's batch."""
+
+
+class _Missing(Exception):
+    """Something of a step is not in the log. The message completes a sentence that begins with the
+    log's folder."""
+
+
+class RecordedBatches:
+    """Batches of the run in `run_dir`. The log must not grow meanwhile. Raises SegmentBroken for
+    damage that concerns a requested step, NotRecorded for a run without a log."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._folder = run_dir / FOLDER
+        self._segments = segments_in(self._folder)
+        if not self._segments:
+            raise NotRecorded.of(
+                "samples.keep_mib",
+                f"{run_dir} has no log of its samples",
+                "name a run with samples.keep_mib above 0; without its log, a run cannot be"
+                " replayed",
+            )
+        self._keys = OrderedDict[int, dict[_Key, _Place]]()
+        """Newest (batch, row) of each sample, by segment."""
+        self._batches = OrderedDict[tuple[int, int], pa.RecordBatch]()
+
+    @property
+    def whole(self) -> bool:
+        """True if no segment was deleted from the beginning."""
+        return self._segments[0] == 0
+
+    @cached_property
+    def _first_steps(self) -> list[int]:
+        """Step at which each segment begins. Outcomes of batches and groups have growing steps."""
+        found = []
+        for segment in self._segments:
+            step = None
+            for _, batch in read_batches(self._folder, "outcomes", segment):
+                step = pc.min(_growing(batch)["step"]).as_py()
+                if step is not None:
+                    break
+            # A segment without such rows begins where the one before it does.
+            found.append(step if step is not None else (found[-1] if found else 0))
+        return found
+
+    @cached_property
+    def last_step(self) -> int:
+        """The newest step that trained; 0 if none did."""
+        for segment in reversed(self._segments):
+            steps = [
+                pc.max(batch.filter(pc.equal(batch["outcome"], "trained"))["step"]).as_py()
+                for _, batch in read_batches(self._folder, "outcomes", segment)
+            ]
+            known = [step for step in steps if step is not None]
+            if known:
+                return max(known)
+        return 0
+
+    def batch(self, step: int) -> TrainBatch:
+        """Return the batch of an optimizer step, without text. Raises NotRecorded."""
+        try:
+            return self._read(step)
+        except _Missing as error:
+            raise NotRecorded.of(
+                "samples", f"{self._folder} {error}", self._alternative(step)
+            ) from error
+
+    def _read(self, step: int) -> TrainBatch:
+        segment, outcomes = self._outcomes_of(step)
+        keys = list(
+            zip(outcomes["id"].to_pylist(), outcomes["finished_at"].to_pylist(), strict=True)
+        )
+        rows = self._rows_of(keys, segment, step)
+        columns = {
+            name: rows[name] if name in rows.schema.names else pa.nulls(len(rows), field.type)
+            for name, field in zip(NUMERIC.names, NUMERIC, strict=True)
+        }
+        # A group's number is its position in the batch, as when the batch was handed out.
+        columns["group"] = outcomes["place"].cast(pa.int64()).combine_chunks()
+        samples = pa.RecordBatch.from_arrays(
+            [
+                column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+                for column in columns.values()
+            ],
+            schema=NUMERIC,
+        )
+        return TrainBatch(version=step - 1, samples=samples)
+
+    def has_experts(self) -> bool:
+        """True if the log has the experts that engines chose (samples.experts)."""
+        for segment in reversed(self._segments):
+            for _, batch in read_batches(self._folder, "samples", segment):
+                return ROUTED in batch.schema.names
+        return False
+
+    def _outcomes_of(self, step: int) -> tuple[int, pa.Table]:
+        """Return the outcomes `trained` of a step by `seq`, and the newest segment with one."""
+        starts = np.array(self._first_steps)
+        # The rows of a step may continue in segments that begin with this step.
+        first = max(int(np.searchsorted(starts, step, side="left")) - 1, 0)
+        end = int(np.searchsorted(starts, step, side="right"))
+        tables: list[pa.Table] = []
+        newest = self._segments[first]
+        for segment in self._segments[first:end]:
+            batches = [
+                _growing(batch) for _, batch in read_batches(self._folder, "outcomes", segment)
+            ]
+            found = [batch.filter(pc.equal(batch["step"], step)) for batch in batches]
+            rows = [batch for batch in found if batch.num_rows]
+            if rows:
+                tables.append(pa.Table.from_batches(rows))
+                newest = segment
+        if not tables:
+            raise self._no_batch(step)
+        table = pa.concat_tables(tables).sort_by("seq")
+        ends = table.filter(pc.is_in(table["outcome"], pa.array(["consumed", "trained"])))
+        trained = ends.filter(pc.equal(ends["outcome"], "trained"))
+        if not len(trained):
+            raise self._no_batch(step)
+        seqs = ends["seq"].to_numpy()
+        # A batch's rows are written together, so their numbers have no gap.
+        lost = np.setdiff1d(np.arange(seqs[0], seqs[-1] + 1), table["seq"].to_numpy())
+        consumed = len(ends) - len(trained)
+        if len(lost):
+            raise _Missing(f"lacks outcomes {lost[0]} to {lost[-1]} of step {step}")
+        if not consumed:
+            raise _Missing(f"lacks the consumed groups of step {step}")
+        if trained["place"].null_count:
+            raise _Missing(
+                f"was written by an earlier version, which did not record the group of each sample"
+                f" of step {step}"
+            )
+        return newest, trained
+
+    def _rows_of(self, keys: Sequence[_Key], newest: int, step: int) -> pa.Table:
+        """Return the samples' rows in the order of `keys`. newest: segment of their outcomes."""
+        where: dict[_Key, tuple[int, int, int]] = {}
+        wanted = set(keys)
+        for segment in reversed(self._segments[: self._segments.index(newest) + 1]):
+            known = self._keys_of(segment)
+            for key in wanted & known.keys():
+                where[key] = (segment, *known[key])
+            wanted -= known.keys()
+            if not wanted:
+                break
+        if wanted:
+            name, _ = min(wanted)
+            raise _Missing(
+                f"lacks {len(wanted)} of the {len(keys)} samples of step {step}, such as {name}"
+                + ("" if self.whole else ": older segments were deleted (samples.keep_mib)")
+            )
+        places = [where[key] for key in keys]
+        parts: list[pa.Table] = []
+        order: list[int] = []
+        for batch in dict.fromkeys((segment, number) for segment, number, _ in places):
+            at = [index for index, place in enumerate(places) if place[:2] == batch]
+            rows = [places[index][2] for index in at]
+            parts.append(pa.Table.from_batches([self._batch(*batch).take(pa.array(rows))]))
+            order += at
+        return pa.concat_tables(parts, promote_options="default").take(pa.array(np.argsort(order)))
+
+    def _keys_of(self, segment: int) -> dict[_Key, _Place]:
+        if segment not in self._keys:
+            # Later rows replace earlier ones of the same sample.
+            self._keys[segment] = {
+                key: (number, row)
+                for number, batch in read_batches(
+                    self._folder, "samples", segment, ("id", "finished_at")
+                )
+                for row, key in enumerate(
+                    zip(batch["id"].to_pylist(), batch["finished_at"].to_pylist(), strict=True)
+                )
+            }
+            if len(self._keys) > CACHED_SEGMENTS:
+                self._keys.popitem(last=False)
+        self._keys.move_to_end(segment)
+        return self._keys[segment]
+
+    def _batch(self, segment: int, number: int) -> pa.RecordBatch:
+        key = segment, number
+        if key not in self._batches:
+            for _, batch in read_batches(self._folder, "samples", segment, wanted={number}):
+                names = [name for name in NUMERIC.names if name in batch.schema.names]
+                self._batches[key] = batch.select(names)
+            if len(self._batches) > CACHED_BATCHES:
+                self._batches.popitem(last=False)
+        self._batches.move_to_end(key)
+        return self._batches[key]
+
+    def _no_batch(self, step: int) -> _Missing:
+        deleted = step < self._first_steps[0] or (step == self._first_steps[0] and not self.whole)
+        why = ": its segment was deleted (samples.keep_mib)" if deleted else ""
+        return _Missing(f"has no batch of step {step}{why}")
+
+    def _alternative(self, step: int) -> str:
+        """Return the steps that can be replayed although `step` cannot."""
+        later = self.first_after(step)
+        if later is not None:
+            return f"replay from step {later} on (--from {later})"
+        if step > self._first_steps[0]:
+            return f"replay steps up to {step - 1}: no later step is recorded"
+        return "replay another run: no step of this one is recorded"
+
+    def first_after(self, step: int) -> int | None:
+        """Return the first step after `step` whose batch is whole; None if there is none."""
+        for later in range(max(step + 1, self._first_steps[0]), self.last_step + 1):
+            try:
+                self._read(later)
+            except (_Missing, SegmentBroken):
+                continue
+            return later
+        return None
+
+
+def _growing(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return batch.filter(pc.invert(pc.is_in(batch["outcome"], pa.array(_OF_VERSIONS))))
