@@ -51,7 +51,7 @@ WRITE_WAIT_SHARE = 0.8
 
 
 def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background) -> None:
-    directory, rank0 = config.run.dir, rank.rank0
+    directory, rank0, replay = config.run.dir, rank.rank0, config.run.replay
     with watch.phase("starting model and engines", quiet_s(config)):
         policy = Policy.build(
             config.model,
@@ -72,7 +72,8 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
             dtype=None if own else DTYPES[config.engine_dtype],
         )
         rank.stage_from(exporter)
-        resumed = policy.load(directory / "checkpoint")
+        start = directory / "checkpoint" if replay is None else replay.checkpoint
+        resumed = policy.load(start) if start is not None else None
         version = 0 if resumed is None else int(resumed["version"])
         rank.begin(version, resumed, oldest=policy.references.oldest(version))
     saved = version if resumed is not None else -1
@@ -102,7 +103,7 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
     rank.evaluate(policy.mean_loss)
     rank0.set_status("training")
     collect_rarely()
-    while version < config.run.steps:
+    while version < config.run.last_step:
         writing.check()
         rank.enter("waiting", "batch")
         rank.await_batch()
@@ -117,16 +118,20 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         rank.publish(version)
         rank.evaluate(policy.mean_loss)
         rank0.log(batch, metrics)
-        policy.require_finite_steps(ended=version == config.run.steps)
+        policy.require_finite_steps(ended=version == config.run.last_step)
         due |= bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         # A checkpoint that is due during steps that are not finite waits for the next finite one.
         if due and not policy.untried:
             save()
-    save()
+    if replay is None or replay.save:
+        save()
     with watch.phase("writing the last checkpoint", quiet_s(config)):
         writing.finish()
-    if version < config.run.steps:
+    if version < config.run.last_step:
         rank0.set_status("stopped")
+        return
+    if replay is not None:
+        rank0.set_status("finished")
         return
 
     rank0.set_status("exporting", "Hugging Face checkpoint")
@@ -140,7 +145,7 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
 
 def quiet_s(config: Config) -> float:
     """Return how long a start, a checkpoint or an export may show no progress."""
-    start_s = config.rollout.start_timeout_s if config.rollout is not None else 0.0
+    start_s = config.rollout.start_timeout_s if config.rollout and config.has_engines else 0.0
     return max(config.watchdog.timeout_s, start_s)
 
 

@@ -29,6 +29,23 @@ from megatron_async_rl.config.settings_model import Strict
 from megatron_async_rl.config.weights import WeightsConfig
 
 
+class ReplayConfig(Strict):
+    """Repetition of another run's steps on its recorded samples, without engines. `mar replay`
+    writes this section."""
+
+    run: Path
+    """The run whose sample log has the batches."""
+    first: PositiveInt
+    """First step to repeat. The weights come from the checkpoint of the step before; step 1 starts
+    from the model."""
+    last: PositiveInt
+    """Last step to repeat."""
+    checkpoint: Path | None = None
+    """Folder of the checkpoint to start from, `.../step_NNNNNNNN`; null for the model."""
+    save: bool = False
+    """Write a checkpoint of the last step."""
+
+
 class RunConfig(Strict):
     """Directory, length and seed of the run."""
 
@@ -43,6 +60,13 @@ class RunConfig(Strict):
     resume: Literal["auto", "never"] = "auto"
     """`auto` continues from the newest checkpoint in `dir`; `never` refuses a directory that
     already holds a run."""
+    replay: ReplayConfig | None = None
+    """Null for a run of its own."""
+
+    @property
+    def last_step(self) -> int:
+        """Step after which the run ends. `steps` counts for schedules in any case."""
+        return self.steps if self.replay is None else self.replay.last
 
 
 class ModelConfig(Strict):
@@ -168,7 +192,14 @@ class Config(Strict):
     @property
     def colocated(self) -> bool:
         """True where engines and policy share devices, in alternating phases."""
-        return self.rollout is not None and self.rollout.placement == "colocated"
+        return (
+            self.has_engines and self.rollout is not None and self.rollout.placement == "colocated"
+        )
+
+    @property
+    def has_engines(self) -> bool:
+        """False for a supervised run and for a replay."""
+        return self.rollout is not None and self.run.replay is None
 
     @property
     def engine_dtype(self) -> Literal["float32", "bfloat16"]:

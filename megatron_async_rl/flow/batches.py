@@ -1,4 +1,5 @@
-"""Sources of rank 0's batches: the controller and its engines, or given responses.
+"""Sources of rank 0's batches: the controller and its engines, given responses, or the log of
+another run.
 
 Both keep one contract with the loop:
 - `state()` is called only when every batch that was handed out has trained; its result belongs in a
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import ray
 
-from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.schema import Config, ReplayConfig
 from megatron_async_rl.data import (
     DataIdentity,
     PromptSet,
@@ -49,6 +51,7 @@ from megatron_async_rl.rollout.cluster import (
 )
 from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer, tool_schemas
 from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples.recorded import RecordedBatches
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.watch import ray_get
@@ -60,6 +63,10 @@ evaluation that makes none."""
 
 
 class BatchSource(Protocol):
+    """`data`: digests of all prompts."""
+
+    data: dict[str, Any]
+
     def next_batch(self, version: int) -> Handout | None:
         """Return the batch that trains `version`; None if the user requested the run to stop."""
 
@@ -104,7 +111,7 @@ class RolloutBatches:
             # Refuses a position that does not fit the data before any engine starts.
             source.load_state(position.state["source"])
         held_out = [DataIdentity.of(one.prompts) for one in spec.held_out]
-        self._data = data_digests(config, source.identities, held_out)
+        self.data = data_digests(config, source.identities, held_out)
 
         longest = max(len(prompt.token_ids) for prompt in training.prompts)
         lends = config.weights.carrier.ipc
@@ -204,7 +211,7 @@ class RolloutBatches:
             self._controller.state.remote(), "the controller's position", self._timeout_s
         )
         # The controller does not know the prompts' digests.
-        return replace(state, data=self._data)
+        return replace(state, data=self.data)
 
     def close(self) -> None:
         if self._controller is not None:
@@ -244,7 +251,7 @@ class GivenResponses:
         if position is not None:
             self._source.load_state(position.state)
         held_out = [one.identities[0] for one in self._held_out]
-        self._data = data_digests(config, self._source.identities, held_out)
+        self.data = data_digests(config, self._source.identities, held_out)
 
     def next_batch(self, version: int) -> Handout | None:
         if self._stop.exists():
@@ -256,10 +263,37 @@ class GivenResponses:
         return self._held_out[place].once(version)
 
     def state(self) -> DataState:
-        return DataState(state=self._source.state(), data=self._data)
+        return DataState(state=self._source.state(), data=self.data)
 
     def close(self) -> None:
         pass
+
+
+class RecordedSteps:
+    """Batches of another run's log, for a replay. One batch is read ahead."""
+
+    def __init__(self, replay: ReplayConfig, run_dir: Path) -> None:
+        self.data: dict[str, Any] = {}
+        self._stop = run_dir / watch.STOP
+        self._last = replay.last
+        self._recorded = RecordedBatches(replay.run)
+        # Reading ahead hides the log behind the training of a step.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="recorded steps")
+        self._ahead = self._reader.submit(self._recorded.batch, replay.first)
+
+    def next_batch(self, version: int) -> Handout | None:
+        if self._stop.exists():
+            return None
+        batch = self._ahead.result()
+        if version + 2 <= self._last:
+            self._ahead = self._reader.submit(self._recorded.batch, version + 2)
+        return Handout(batch=batch, metrics={})
+
+    def state(self) -> DataState:
+        return DataState(state={}, data={})
+
+    def close(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
 
 
 def data_digests(
@@ -283,6 +317,8 @@ def open_batches(
 ) -> BatchSource:
     """Return the batches that `config` requests, from `position` on (None: from the beginning).
     `gpus`: those of the trainer's ranks, by host name."""
+    if config.run.replay is not None:
+        return RecordedSteps(config.run.replay, config.run.dir)
     if config.supervised:
         return GivenResponses(config, position)
     return RolloutBatches(config, device_type, position, gpus)

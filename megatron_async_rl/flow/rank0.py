@@ -15,6 +15,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from megatron_async_rl.config.durable import file_digest
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import code_digests
 from megatron_async_rl.flow.batches import (
@@ -27,11 +30,13 @@ from megatron_async_rl.flow.buffer import BUFFER_FILE
 from megatron_async_rl.flow.controller_spec import DataState, Handout
 from megatron_async_rl.flow.evaluation import EvalResult, EvalSchedule, LossResult
 from megatron_async_rl.flow.staleness import max_lag
+from megatron_async_rl.flow.starts import Start, record_start
 from megatron_async_rl.flow.summary import MetricValue, summarise
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.metrics.trackers import open_trackers
 from megatron_async_rl.policy.checkpoint_folder import named_latest, read_file
+from megatron_async_rl.rollout.cluster import software
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog.events import Status, described, write_status
@@ -130,7 +135,8 @@ class Rank0(OtherRank):
         self._code: dict[str, str] = {}
         """Digests, at the start, of the Python files that the configuration names."""
         self._digest = ""
-        """Digest of the weights of `version`."""
+        """Digest of the weights of `version`; empty until the run has begun."""
+        self._device_type = ""
         self._handout: Handout | None = None
         """Batch that was taken and not yet handed out."""
         self._flow_metrics: dict[str, MetricValue] = {}
@@ -150,7 +156,8 @@ class Rank0(OtherRank):
         gpus: Mapping[str, Sequence[str]],
     ) -> None:
         config, self.version, self.schedule = self.config, version, schedule
-        self.set_status("starting", "Ray, engines and controller" if config.rollout else "data")
+        self._device_type = device_type
+        self.set_status("starting", "Ray, engines and controller" if config.has_engines else "data")
         # At the start: files edited during the run are not those that it imported.
         self._code = code_digests(config.model_dump(mode="json"))
         self._log = MetricsLog(
@@ -171,7 +178,7 @@ class Rank0(OtherRank):
         if schedule is not None:
             self._eval_log = EvalLog(config.run.dir, schedule.means)
         data = None
-        if position is not None:
+        if position is not None and config.run.replay is None:
             # Waiting groups of the checkpoint: no admitted sample is lost by a resume.
             buffer = read_file(config.run.dir / "checkpoint", BUFFER_FILE)
             data = DataState(state=position["data"], buffer=buffer, oldest=oldest)
@@ -208,7 +215,27 @@ class Rank0(OtherRank):
         self.version = version
 
     def digested(self, digest: str) -> None:
-        self._digest = digest
+        first, self._digest = not self._digest, digest
+        if first:
+            record_start(self.config.run.dir, self._start())
+
+    def _start(self) -> Start:
+        config = self.config
+        resolved = config.run.dir / "config.yaml"
+        return Start(
+            step=self.version,
+            time=round(time.time(), 3),
+            # Written by the launcher; a program that runs the loop itself may have no file.
+            config=file_digest(resolved) if resolved.exists() else "",
+            device=self._device_type,
+            ranks=config.policy.parallel.ranks,
+            layout=config.policy.parallel.model_dump(mode="json"),
+            threads=torch.get_num_threads(),
+            software=software(),
+            weights=self._digest,
+            data=self._open.data,
+            code=self._code,
+        )
 
     def staged(self, manifest: Manifest) -> None:
         self.engines.publish(self.version, manifest)
@@ -277,7 +304,7 @@ class Rank0(OtherRank):
                 phase=phase,
                 detail=detail,
                 step=self.version,
-                steps=run.steps,
+                steps=run.last_step,
                 time=time.time(),
                 before=self.schedule.before if self.schedule else None,
                 after=self.schedule.after if self.schedule else None,

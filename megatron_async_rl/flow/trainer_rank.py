@@ -66,7 +66,7 @@ class TrainerRank:
         """Set the source of the weights for `publish`. A run without engines has no receivers; it
         computes digests alone."""
         weights, layout = self.config.weights, self.layout
-        if self.config.rollout is not None:
+        if self.config.has_engines:
             self._staging = staging_of(weights.transport, layout.device, layout)
         self._digests = self._staging or WeightDigests(layout)
         max_bytes = weights.bucket_mib * 2**20
@@ -287,7 +287,7 @@ class TrainerRank:
 
     def close(self) -> None:
         """End the run; end engines first, because they may still read staged weights."""
-        watch.enter("work", "ending engines and Ray" if self.config.rollout else "ending")
+        watch.enter("work", "ending engines and Ray" if self.config.has_engines else "ending")
         self.rank0.close()
         if self._staging is not None:
             self._staging.close()

@@ -139,8 +139,8 @@ def launch(
             return 0
         print_plain(
             console,
-            f"Stopped at step {ended.step if ended else 0} of {config.run.steps}; the same command"
-            f" resumes. Run directory: {run_dir}",
+            f"Stopped at step {ended.step if ended else 0} of {config.run.last_step}; the same"
+            f" command resumes. Run directory: {run_dir}",
         )
         return INTERRUPTED
     return exit_code
@@ -171,7 +171,7 @@ def refuse_second_run(config: Config) -> None:
 def finished_before(config: Config, console: Console) -> bool:
     """Return `already_finished` for a directory that this process has not locked yet."""
     status = read_status(config.run.dir)
-    if status is None or status.phase != "finished" or status.step < config.run.steps:
+    if status is None or status.phase != "finished" or status.step < config.run.last_step:
         return False
     with lock_run_dir(config.run.dir):
         _put_aside(config.run.dir, console)
@@ -181,7 +181,7 @@ def finished_before(config: Config, console: Console) -> bool:
 def already_finished(config: Config, console: Console) -> bool:
     """Return True, and show the summary, if the run in `run.dir` has made all its steps."""
     status = read_status(config.run.dir)
-    if status is None or status.phase != "finished" or status.step < config.run.steps:
+    if status is None or status.phase != "finished" or status.step < config.run.last_step:
         return False
     print_plain(
         console,
@@ -220,7 +220,7 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
     with deferred_signals() as interrupts, contextlib.ExitStack() as held:
         try:
             process = _start_ranks(ranks, run_id, held)
-            progress = Progress(run_dir, config.run.steps, console)
+            progress = Progress(run_dir, config.run.last_step, console)
             watchdog = Watchdog(
                 run_dir,
                 run_id,
@@ -250,7 +250,7 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
                 if stall_found is not None:
                     record_stall(run_dir, stall_found)
                 record_end(
-                    run_dir, config.run.steps, nodes.rank, exit_code, earlier, error, interrupts
+                    run_dir, config.run.last_step, nodes.rank, exit_code, earlier, error, interrupts
                 )
             watch.stop()
     if error is not None:
@@ -368,7 +368,7 @@ def _preload(
         serving("ranks", RANK_IMPORTS, environment, {}, folder, log)
     ]
     # Engines of a Ray that already runs inherit nothing from this process.
-    if config.rollout is not None and not environment.get("RAY_ADDRESS"):
+    if config.rollout and config.has_engines and not environment.get("RAY_ADDRESS"):
         spec = EngineSpec(
             index=0,
             model_path=config.model.path,

@@ -75,6 +75,7 @@ from megatron_async_rl.policy.checkpoint_folder import (
     CheckpointBroken,
     about,
     damaged,
+    is_step,
     named_latest,
     newest,
     outdated,
@@ -248,13 +249,13 @@ def _cleared_on_failure(unfinished: Path) -> Iterator[None]:
 def load(
     directory: Path, *, model: PolicyModel, optimizer: MegatronOptimizer, layout: Layout
 ) -> Checkpoint | None:
-    """Restore model, optimizer and this rank's RNG from the newest checkpoint; return None if there
-    is none. Collective.
+    """Restore model, optimizer and this rank's RNG from the newest checkpoint in `directory`, or
+    from `directory` if it is one step's folder; return None if there is none. Collective.
 
     Works with any parallel layout, with or without the distributed optimizer. Raises
     CheckpointBroken.
     """
-    path = layout.from_rank_zero(lambda: newest(directory))
+    path = layout.from_rank_zero(lambda: directory if is_step(directory) else newest(directory))
     if path is None:
         return None
     # All digests before any tensor, so that no model is left half loaded.

@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.samples.columns import NUMERIC, ROUTED
 from megatron_async_rl.samples.frames import FOLDER, SegmentBroken, segments_in
 from megatron_async_rl.samples.rows import TrainBatch
@@ -37,8 +36,17 @@ _Key = tuple[str, float]
 _Place = tuple[int, int]
 
 
-class NotRecorded(UserError):
+class NotRecorded(ValueError):
     """The log of a run does not have a step's batch."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        # Positional arguments, so that the error survives pickling between processes.
+        super().__init__(what, fix)
+        self.what = what
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  fix: {self.fix}"
 
 
 class _Missing(Exception):
@@ -55,11 +63,9 @@ class RecordedBatches:
         self._folder = run_dir / FOLDER
         self._segments = segments_in(self._folder)
         if not self._segments:
-            raise NotRecorded.of(
-                "samples.keep_mib",
+            raise NotRecorded(
                 f"{run_dir} has no log of its samples",
-                "name a run with samples.keep_mib above 0; without its log, a run cannot be"
-                " replayed",
+                "name a run that was made with samples.keep_mib above 0",
             )
         self._keys = OrderedDict[int, dict[_Key, _Place]]()
         """Newest (batch, row) of each sample, by segment."""
@@ -73,7 +79,7 @@ class RecordedBatches:
     @cached_property
     def _first_steps(self) -> list[int]:
         """Step at which each segment begins. Outcomes of batches and groups have growing steps."""
-        found = []
+        found: list[int] = []
         for segment in self._segments:
             step = None
             for _, batch in read_batches(self._folder, "outcomes", segment):
@@ -102,9 +108,7 @@ class RecordedBatches:
         try:
             return self._read(step)
         except _Missing as error:
-            raise NotRecorded.of(
-                "samples", f"{self._folder} {error}", self._alternative(step)
-            ) from error
+            raise NotRecorded(f"{self._folder} {error}", self._alternative(step)) from error
 
     def _read(self, step: int) -> TrainBatch:
         segment, outcomes = self._outcomes_of(step)

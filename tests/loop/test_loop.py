@@ -325,6 +325,33 @@ def test_the_log_has_every_batch_as_it_was_handed_out(
                 assert found.samples[name].equals(batch.samples[name]), (step, name)
 
 
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_replay_of_the_recorded_batches_has_the_same_weights(
+    loop: OneProcess, first: int
+) -> None:
+    asynchronous = ("flow.async_ratio=2", "run.steps=5", "checkpoint.keep=9", *EVERY_STEP)
+    config = loop.config(f"replayed {first}", *asynchronous)
+    with pytest.raises(Crash):
+        loop.run(config, Engines(), crashes_at=("after await_batch", 4))
+    run_dir = loop.run(config, Engines())
+    repeated = {"run": run_dir, "first": first, "last": 5}
+    if first > 1:
+        repeated["checkpoint"] = run_dir / "checkpoint" / f"step_{first - 1:08d}"
+    again = loop.config(
+        f"replay {first}", *asynchronous, f"run.replay={json.dumps(repeated, default=str)}"
+    )
+    engines = Engines()
+    replay_dir = loop.run(again, engines)
+    assert not engines.all
+    found, expected = lines(replay_dir / "metrics.jsonl"), lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in found] == [*range(first, 6)]
+    for line, of_run in zip(found, expected[first - 1 :], strict=True):
+        assert line["weights"] == of_run["weights"]
+        assert line["policy/loss"] == of_run["policy/loss"]
+    assert not (replay_dir / "checkpoint").exists()
+    assert not (replay_dir / "hf").exists()
+
+
 def test_replay_trains_on_stored_responses_of_any_age(loop: OneProcess) -> None:
     config = loop.config(
         "replay",

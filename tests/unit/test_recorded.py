@@ -1,0 +1,158 @@
+"""Batches of past steps, read from the sample log: complete, or an error that names what is missing
+and what can still be read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from megatron_async_rl.config.schema import SamplesConfig
+from megatron_async_rl.flow.sample_log import SampleLogWriter
+from megatron_async_rl.samples.frames import FOLDER, SegmentBroken, file_of, replace_whole
+from megatron_async_rl.samples.recorded import NotRecorded, RecordedBatches
+from megatron_async_rl.samples.segments import OUTCOMES, payload_of, read_batches
+from tests.logged_samples import GROUP, STEPS, logged_run, row, sample
+
+STEPS_OF_A_START = 2
+STARTS = 3
+
+
+def log_of(run_dir: Path, position: int = 0, **settings: bool) -> SampleLogWriter:
+    log = SampleLogWriter(run_dir, SamplesConfig(**settings))
+    log.begin(position)
+    return log
+
+
+def run_of_several_segments(run_dir: Path) -> Path:
+    """Write a run that was resumed twice: a segment for each start, with two steps. The samples of
+    a start's first step finished in the start before."""
+    position = 0
+    for start in range(STARTS):
+        log = log_of(run_dir, position)
+        first = STEPS_OF_A_START * start
+        for group in range(first, first + STEPS_OF_A_START):
+            log.admitted(group + 1, group + 1)
+            for k in range(GROUP):
+                log.finished(row(sample(group + 1, k), group + 1))
+            if group == 0:
+                log.admitted(0, 1)
+                for k in range(GROUP):
+                    log.finished(row(sample(0, k), 0))
+            log.trained([group], [[row(sample(group, k), group) for k in range(GROUP)]], group + 1)
+        log.close()
+        position = log.position
+    return run_dir
+
+
+def remove(run_dir: Path, segment: int) -> None:
+    for table in ("samples", "outcomes"):
+        path = file_of(run_dir / FOLDER, table, segment)  # type: ignore[arg-type]
+        assert path is not None
+        path.unlink()
+
+
+def test_batches_cross_the_segments_of_several_starts(tmp_path: Path) -> None:
+    recorded = RecordedBatches(run_of_several_segments(tmp_path))
+    assert recorded.last_step == STEPS_OF_A_START * STARTS
+    for step in range(1, recorded.last_step + 1):
+        batch = recorded.batch(step)
+        assert batch.version == step - 1
+        ids = [f"{step - 1}-{k}" for k in range(GROUP)]
+        assert batch.samples["id"].to_pylist() == ids
+        assert batch.samples["group"].to_pylist() == [0] * GROUP
+        assert batch.samples["reward"].to_pylist() == [step - 1 + k / 10 for k in range(GROUP)]
+
+
+def test_a_sample_that_was_written_again_has_its_newest_row(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    log.admitted(0, 1)
+    first = sample(0, 0)
+    log.finished(row(first))
+    log.finished(row(replace(first, reward=9.0)))
+    log.trained([0], [[row(first)]], 1)
+    log.close()
+    assert RecordedBatches(tmp_path).batch(1).samples["reward"].to_pylist() == [9.0]
+
+
+def test_a_deleted_beginning_is_named_with_the_first_step_that_can_be_read(tmp_path: Path) -> None:
+    run_dir = run_of_several_segments(tmp_path)
+    remove(run_dir, 0)
+    recorded = RecordedBatches(run_dir)
+    with pytest.raises(NotRecorded, match=r"no batch of step 1: its segment was deleted"):
+        recorded.batch(1)
+    # The samples of step 3 finished before its start.
+    with pytest.raises(NotRecorded) as caught:
+        recorded.batch(3)
+    text = str(caught.value)
+    assert "lacks 4 of the 4 samples of step 3, such as 2-0: older segments were deleted" in text
+    assert "fix: replay from step 4 on (--from 4)" in text
+    assert recorded.batch(4).samples["id"].to_pylist()[0] == "3-0"
+
+
+def test_a_step_behind_the_end_is_refused_with_the_last_one(tmp_path: Path) -> None:
+    recorded = RecordedBatches(logged_run(tmp_path))
+    with pytest.raises(NotRecorded, match=rf"no batch of step {STEPS + 1}(?s:.)*no later step"):
+        recorded.batch(STEPS + 1)
+
+
+def test_a_gap_in_the_outcomes_of_a_step_is_named(tmp_path: Path) -> None:
+    run_dir = logged_run(tmp_path)
+    folder = run_dir / FOLDER
+    table = pa.Table.from_batches([one for _, one in read_batches(folder, "outcomes", 0)])
+    at = [place for place, seq in enumerate(table["outcome"].to_pylist()) if seq == "trained"][5]
+    lost = table["seq"][at].as_py()
+    kept = pa.concat_tables([table.slice(0, at), table.slice(at + 1)]).combine_chunks()
+    path = file_of(folder, "outcomes", 0)
+    assert path is not None
+    replace_whole(path, map(payload_of, kept.to_batches()))
+    recorded = RecordedBatches(run_dir)
+    with pytest.raises(NotRecorded, match=rf"lacks outcomes {lost} to {lost} of step 2(?s:.)*3 on"):
+        recorded.batch(2)
+    assert len(recorded.batch(1).samples) == GROUP
+
+
+def test_damage_concerns_only_the_steps_of_its_segment(tmp_path: Path) -> None:
+    run_dir = run_of_several_segments(tmp_path)
+    path = file_of(run_dir / FOLDER, "samples", 1)
+    assert path is not None
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    recorded = RecordedBatches(run_dir)
+    assert len(recorded.batch(1).samples) == GROUP
+    with pytest.raises(SegmentBroken, match="samples-000001"):
+        recorded.batch(4)
+    assert recorded.first_after(3) == 6
+
+
+def test_logs_of_earlier_versions_and_runs_without_a_log_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotRecorded, match=r"has no log of its samples(?s:.)*samples\.keep_mib"):
+        RecordedBatches(tmp_path)
+    run_dir = logged_run(tmp_path)
+    folder = run_dir / FOLDER
+    earlier = [one.drop_columns(["place"]) for _, one in read_batches(folder, "outcomes", 0)]
+    path = file_of(folder, "outcomes", 0)
+    assert path is not None
+    replace_whole(path, map(payload_of, earlier))
+    (found,) = {one.schema for _, one in read_batches(folder, "outcomes", 0)}
+    assert found.equals(OUTCOMES)
+    with pytest.raises(NotRecorded, match="written by an earlier version"):
+        RecordedBatches(run_dir).batch(1)
+
+
+def test_experts_are_in_a_batch_only_if_the_log_has_them(tmp_path: Path) -> None:
+    for number, kept in enumerate((False, True)):
+        run_dir = tmp_path / str(number)
+        log = log_of(run_dir, experts=kept)
+        log.admitted(0, 1)
+        one = replace(sample(0, 0), routed_experts=b"\x01\x02\x03")
+        log.finished(row(one))
+        log.trained([0], [[row(one)]], 1)
+        log.close()
+        recorded = RecordedBatches(run_dir)
+        assert recorded.has_experts() == kept
+        expected = [one.routed_experts if kept else None]
+        assert recorded.batch(1).samples["routed_experts"].to_pylist() == expected
