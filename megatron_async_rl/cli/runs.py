@@ -319,6 +319,35 @@ def study(
     raise typer.Exit(run_study(grid, only or (), console(), jobs=jobs, retry=retry))
 
 
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run.dir of a run.")],
+    overrides: Overrides = None,
+    first: Annotated[
+        int | None,
+        typer.Option(
+            "--from", min=1, metavar="STEP", help="First step; default: the oldest possible."
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Number of steps; default: all.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Directory of the replay; default: RUN/replays/N."),
+    ] = None,
+) -> None:
+    """Repeat steps of a run on its recorded samples, with the trainer alone, and compare the
+    weights bit by bit. KEY=VALUE changes settings of the trainer: a what-if analysis. Exit code 1
+    if a step differs although no setting was changed."""
+    from megatron_async_rl.replay import plan_replay
+    from megatron_async_rl.replay import replay as repeat
+
+    let_children_import_from_here()
+    plan = plan_replay(run.absolute(), first, steps, overrides or ())
+    raise typer.Exit(repeat(plan, out.absolute() if out is not None else None, console()))
+
+
 @app.command(name="eval")
 def evaluate(
     checkpoint: Annotated[

@@ -162,6 +162,24 @@ def digest_of_step(run_dir: Path, step: int) -> str | None:
     return None
 
 
+def digests_of_steps(run_dir: Path) -> dict[int, str]:
+    """Return the digest of the weights that each step produced, by step; none for lines without
+    one. Raises UserError as the reader does."""
+    found: dict[int, str] = {}
+    for lines, restarted in GrowingFile(run_dir / FILE).blocks():
+        if restarted:
+            found.clear()
+        for place, line in lines:
+            try:
+                row = json.loads(line)
+                if WEIGHTS in row:
+                    found[int(row["step"])] = str(row[WEIGHTS])
+            except (ValueError, TypeError, KeyError) as error:
+                where = f"{run_dir / FILE}:{place}"
+                raise not_a_line(where, "a line of metrics", error) from error
+    return found
+
+
 def begins_after(run_dir: Path, step: int) -> bool:
     """Return whether the file has no line of a step up to `step`, and its first line, if it has
     one, is of a later step: a run that continued from `step` without the file began it. Raises
