@@ -51,6 +51,11 @@ COMPARED = ("policy/loss", "policy/grad_norm")
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest relative difference of those metrics, by the dtype of the model: another layout adds the
 same numbers in another order."""
+LAYOUT = ("policy.parallel", "policy.device", "policy.tokens_per_micro_batch")
+"""Keys that change only the order of additions."""
+USED = ("model", "policy", "objective", "controls", "run.seed", "run.steps", "watchdog")
+"""Keys that the trainer reads; the recorded samples replace the others."""
+TEMPERATURE = "rollout.sampling.temperature"
 MEASURED_ON_SAMPLES = {"ESS": "ratio/ess", "KL": "ratio/kl_k2"}
 """Metrics that show how far the recorded samples are from the replayed policy."""
 
@@ -76,6 +81,11 @@ class ReplayPlan:
     requested: int
     changes: Sequence[str] = ()
     """The user's overrides."""
+
+    @property
+    def is_what_if(self) -> bool:
+        """True if the user changes more than the layout."""
+        return any(not _names(change, LAYOUT) for change in self.changes)
 
     @property
     def first(self) -> int:
@@ -104,6 +114,14 @@ def plan_replay(
     """Return the steps to repeat. first: null for the oldest that can be repeated; count: null for
     all up to the last. Raises UserError for a run that cannot be replayed from there, with what can
     be."""
+    for change in changes:
+        if not _names(change, (*USED, TEMPERATURE)):
+            key = change.partition("=")[0]
+            raise UserError.of(
+                key,
+                "has no effect on a replay, which trains on recorded samples without engines",
+                f"change keys of {', '.join(USED)} or {TEMPERATURE}",
+            )
     if not (run_dir / "config.yaml").is_file():
         what = f"{run_dir} has no config.yaml: it is not a run"
         raise UserError.of("RUN", what, "name a run directory, the `run.dir` of its config")
@@ -230,6 +248,12 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
     return _report(plan, configs[0], compared, rows, console)
 
 
+def _names(change: str, keys: Sequence[str]) -> bool:
+    """Return True if an override sets one of the keys or something in them."""
+    key = change.partition("=")[0].strip()
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
+
+
 def next_folder(folder: Path) -> Path:
     numbers = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
     return folder / str(max(numbers, default=0) + 1)
@@ -336,7 +360,7 @@ def _report(
         return 0
     if found.first_different is not None:
         show(f"step {found.first_different} is the first whose weights differ from the run's")
-    if plan.changes:
+    if plan.is_what_if:
         _show_distance(plan, found, rows, show)
         return 0
     if not _same_arithmetic(plan, config):
