@@ -23,7 +23,12 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.weights import carriers
 from megatron_async_rl.plan.layout import device_of, engines_elsewhere, gpus_wanted
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine, gpus_here
-from megatron_async_rl.rollout.cluster import join_ray, prepare_environment, software, unlike
+from megatron_async_rl.rollout.cluster import (
+    join_ray,
+    prepare_environment,
+    software,
+    software_differences,
+)
 from megatron_async_rl.watchdog.watch import remote_cause
 
 TAKEN = 2 * GIB
@@ -201,7 +206,7 @@ def cluster_problems(report: ClusterReport, *, waited: bool) -> list[Problem]:
             what = f"did not answer: {node.silent}"
             fix = "open all ports between the machines, and install this package there"
             found.append(Problem(key=node.host, what=what, fix=fix))
-        elif differs := unlike(node.software, software()):
+        elif differs := software_differences(node.software, software()):
             what = f"has other versions than rank 0's machine: {differs}"
             fix = "install the same environment on all machines"
             found.append(Problem(key=node.host, what=what, fix=fix))
