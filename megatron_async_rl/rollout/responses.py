@@ -42,12 +42,12 @@ from numpy.typing import NDArray
 
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.continuation import (
-    first,
     joined,
     recorded_from,
     require_room,
     sample_seed,
     stopped_length,
+    truncated,
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, ReportQueue
 from megatron_async_rl.rollout.environments.episode import Episode, Player
@@ -312,7 +312,7 @@ class Responses:
                 before = (
                     entry.given - entry.prefix_length - (entry.read if entry.conversation else 0)
                 )
-                self._sampled_all(entry, first(tokens, stopped, before), "stop")
+                self._sampled_all(entry, truncated(tokens, stopped, before), "stop")
                 return
 
         # Otherwise it ended before the abort reached vLLM, and is a complete sample.

@@ -213,7 +213,7 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_when_woken_and_contin
         ("resume", "cannot resume: it is asleep"),
         ("sleep", "cannot sleep: it is asleep"),
         ("wake", "cannot wake cache", ("cache",)),
-        ("update", "cannot load weights: they are asleep", version, EMPTY),
+        ("update", "cannot load weights: their memory is asleep", version, EMPTY),
     ):
         refused(handle, refusal, method, *arguments)
     call(handle, "wake", ("weights",))
