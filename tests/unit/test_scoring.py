@@ -883,8 +883,8 @@ def test_a_group_whose_reward_raises_has_none(module: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("function", "per", "said"),
     [
-        ("relative", "response", "takes (prompt, responses), all responses to a prompt; set"),
-        ("of_lists", "group", "does not take all responses to a prompt; name a function"),
+        ("relative", "response", "takes (prompt, responses), so it needs all responses to a"),
+        ("of_lists", "group", "does not accept all responses to a prompt; name a function"),
     ],
 )
 def test_what_a_reward_takes_and_what_it_is_called_for_agree(
