@@ -268,7 +268,7 @@ import os, resource, signal, time
 from megatron_async_rl.rollout.isolation import sandboxed as program
 parent = os.getppid()
 program.libc.prctl(program.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-assert program.stay_here()
+assert program.restrict_with_landlock()
 program.refuse_calls(())
 for act in (
     lambda: os.kill(parent, 0),

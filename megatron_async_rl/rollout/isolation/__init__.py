@@ -1,1 +1,1 @@
-"""User code in processes and sandboxes: the only place that runs it."""
+"""Isolation of user code: all code that runs in processes and sandboxes of its own."""
