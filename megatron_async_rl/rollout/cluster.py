@@ -186,7 +186,9 @@ def require_gpus(name: str, permitted: Mapping[str, Sequence[str]]) -> None:
         return
     host, assigned = socket.gethostname(), assigned_gpus()
     if foreign := sorted(set(assigned) - set(permitted.get(host, ()))):
-        ranks = "; ".join(f"{', '.join(gpus)} of {there}" for there, gpus in permitted.items())
+        ranks = "; ".join(
+            f"{', '.join(gpus)} of {rank_host}" for rank_host, gpus in permitted.items()
+        )
         raise OtherDevices(
             f"rollout.placement: colocated, and Ray placed {name} on GPU {', '.join(foreign)} of"
             f" {host}, which no rank uses; the ranks use GPU {ranks}. Either another job of this"
@@ -390,15 +392,15 @@ def reserve(gpus: Sequence[str], node: str, host: str) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    on_node = NodeAffinitySchedulingStrategy(node, soft=False)
     holder = (
         ray.remote(_Reservation)
-        .options(num_cpus=0, num_gpus=len(gpus), scheduling_strategy=there)
+        .options(num_cpus=0, num_gpus=len(gpus), scheduling_strategy=on_node)
         .remote()
     )
     fix = (
-        "wait for the other jobs of this Ray cluster, give the trainer other GPUs, or start Ray"
-        " there with --num-gpus 0"
+        "wait for the other jobs of this Ray cluster, give the trainer other GPUs, or start Ray on"
+        f" {host} with --num-gpus 0"
     )
     try:
         held = ray_get(holder.gpus.remote(), "Ray to reserve the trainer's GPUs", RESERVE_S)

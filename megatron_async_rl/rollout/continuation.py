@@ -32,8 +32,8 @@ def require_room(request: Request, max_tokens: int) -> None:
     length = 0 if request.prefix is None else len(request.prefix.response_ids)
     if length >= max_tokens:
         raise ValueError(
-            f"request {request.id} has a prefix of {length} tokens and rollout.sampling.max_tokens"
-            f" is {max_tokens}: nothing is left to sample"
+            f"request {request.id} has a prefix of {length} tokens; it must have fewer than"
+            f" rollout.sampling.max_tokens: {max_tokens}, so that a token is left to sample"
         )
 
 
