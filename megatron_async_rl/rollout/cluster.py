@@ -134,8 +134,8 @@ def digest_of(package: Path) -> str:
     """Return a digest of a package's code. A checkout and its wheel have the same digest."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
-        # Only a wheel has copies of the examples, and both must match: within one image, the
-        # launcher may import the checkout and the actors the wheel.
+        # Without the copies of the examples, which only a wheel has: within one image, the launcher
+        # may import the checkout and the actors the wheel.
         if package / SHARE.name not in file.parents:
             digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:12]

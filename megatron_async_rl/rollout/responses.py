@@ -19,7 +19,7 @@ Invariants:
 - `behavior_logprobs` of a sample are those of the distribution from which its tokens were drawn,
   after temperature and other sampling settings;
 - the token that ended a response (end of sequence) is part of it: it was sampled, so it is trained;
-- an error of the failures' file loses a line of the file and does not stop the engine.
+- if a failed reward cannot be written to its file, that line is lost and the engine continues.
 
 A response has no time limit, because `vllm/client.py` checks vLLM's process as a whole. Rewards
 (`scoring.py`) and environments (`environments/pool.py`) have time limits.

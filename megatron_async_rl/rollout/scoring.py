@@ -110,7 +110,7 @@ def _key(part: str | None) -> str:
 
 
 class FailureLog:
-    """JSONL file with one object per failed reward, which includes the response. With `path` None,
+    """JSONL file with one object per failed reward, including the response. With `path` None,
     nothing is written."""
 
     def __init__(self, path: Path | None) -> None:

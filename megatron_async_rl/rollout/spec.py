@@ -91,5 +91,5 @@ class EngineSpec:
 
     @property
     def reward_log(self) -> Path:
-        """JSONL file with one object per failed reward, which includes the response."""
+        """JSONL file with one object per failed reward, including the response."""
         return self.log_dir / f"{self.name}.reward_errors.jsonl"

@@ -274,7 +274,7 @@ def ends_within(process: int, seconds: float) -> bool:
 
 
 def exit_code(code: int) -> int:
-    """Return the exit code of a shell for a result of `wait_for`."""
+    """Return the exit code that a shell would report for a result of `wait_for`."""
     return code if code >= 0 else 128 - code
 
 

@@ -194,7 +194,7 @@ class UserProcess(asyncio.Protocol):
                 return
             message = json.loads(self._received[LENGTH.size : end])
             del self._received[:end]
-            # The calls of a killed process have already failed.
+            # After a kill, the calls fail even if a reply arrives.
             if not self.killed:
                 self._on_message(message)
 
@@ -440,8 +440,8 @@ class Supervisor:
         self._drop_commands()
 
     def _drop_commands(self) -> None:
-        """Drop commands that no server will read. Closing their sockets fails the processes that
-        they were to start."""
+        """Drop commands that no server will read. A process that such a command would have started
+        sees its socket close."""
         for _, passed in self._commands:
             if passed is not None:
                 passed.close()

@@ -218,11 +218,11 @@ class Scratch:
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
-    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def acquire(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         free = self._free.get((shape, dtype))
         return free.pop() if free else torch.empty(shape, dtype=dtype)
 
-    def give(self, tensor: Tensor) -> None:
+    def release(self, tensor: Tensor) -> None:
         self._free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
 
 
@@ -325,7 +325,7 @@ class PackedLinear:
     ) -> None:
         self._layer = layer
         self._scratch = scratch
-        self._weight = AwaitedWeight(name, layer, "weight", scratch.take, take, self._pack)
+        self._weight = AwaitedWeight(name, layer, "weight", scratch.acquire, take, self._pack)
         self.weights = (self._weight,)
 
     def await_pieces(self) -> None:
@@ -338,7 +338,7 @@ class PackedLinear:
         # The packed copy replaces the pieces, so their memory is free.
         buffer = self._weight.release()
         if buffer is not None:
-            self._scratch.give(buffer)
+            self._scratch.release(buffer)
 
 
 class PackedExperts:
