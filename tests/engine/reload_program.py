@@ -214,7 +214,7 @@ def lend_memory_of_experts(worker: Any) -> None:
     if experts:
         (weight,) = fused[0].weights
         old = experts[0]._layer.w13_weight.detach().flatten()[: weight._total]
-        fused[0]._scratch.give(old.view(weight._shape))
+        fused[0]._scratch.release(old.view(weight._shape))
 
 
 def buckets(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
