@@ -1,4 +1,5 @@
-"""Samples of several turns on a real engine that gets new weights, held against transformers."""
+"""Samples of several turns from a vLLM engine that loads new weights, compared with
+transformers."""
 
 import itertools
 import json
@@ -45,16 +46,16 @@ def until(path: Path) -> None:
 
 
 def turns(sample: Sample) -> list[tuple[int, int]]:
-    """Start and end of the sampled tokens of each turn."""
+    """Return start and end of the sampled tokens of each turn."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], sample.loss_mask, [0]))))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
 def segments(sample: Sample) -> list[Sample]:
-    """Each as a sample of its own, whose prompt is the segment's context."""
+    """Return each segment as a sample whose prompt is the segment's context."""
     if sample.segment_starts is None:
         return [sample]
-    found, edges = [], [0, *sample.segment_starts.tolist(), sample.length]
+    samples, edges = [], [0, *sample.segment_starts.tolist(), sample.length]
     for start, end in itertools.pairwise(edges):
         prompt = sample.prompt
         if start:
@@ -65,46 +66,48 @@ def segments(sample: Sample) -> list[Sample]:
             name: getattr(sample, name)[start:end]
             for name in ("response_ids", "behavior_logprobs", "versions", "loss_mask")
         }
-        found.append(replace(sample, prompt=prompt, segment_starts=None, step_rewards=None, **own))
-    return found
+        samples.append(
+            replace(sample, prompt=prompt, segment_starts=None, step_rewards=None, **own)
+        )
+    return samples
 
 
-def differs(engines: Engines, sample: Sample) -> float:
-    """Largest |engine's log-prob - transformers'| of sampled tokens, each turn under the weights of
-    its version."""
-    found = 0.0
+def difference(engines: Engines, sample: Sample) -> float:
+    """Return the largest |log-prob of the engine - log-prob of transformers| of sampled tokens,
+    with the weights that sampled each turn."""
+    largest = 0.0
     for start, end in turns(sample):
         (version,) = set(sample.versions[start:end].tolist())
         reference = engines.reference(version).logprobs(
             sample.prompt.token_ids, sample.response_ids[:end].tolist(), 1.0
         )[start:]
         own = torch.from_numpy(sample.behavior_logprobs[start:end].copy())
-        found = max(found, float((own - reference).abs().max()))
-    return found
+        largest = max(largest, float((own - reference).abs().max()))
+    return largest
 
 
-def test_an_update_in_the_middle_of_a_tool_call_neither_waits_for_it_nor_disturbs_it(
+def test_an_update_during_a_step_of_an_environment_neither_waits_nor_affects_it(
     engines: Engines, tmp_path: Path
 ) -> None:
     (handle,) = engines.handles
     waiting = prompt_of(5, 1, fault="waits", folder=str(tmp_path))
-    asked = engines.asked([waiting], 1)
-    others = engines.asked([prompt_of(4, seed) for seed in range(4)], 2)
-    submit(handle, asked)
+    requests = engines.requests([waiting], 1)
+    others = engines.requests([prompt_of(4, seed) for seed in range(4)], 2)
+    submit(handle, requests)
     until(tmp_path / "waiting")
     for sample in sampled(handle, others):
         assert sample.versions.tolist() == [0] * sample.length
-        assert differs(engines, sample) < TOLERANCE
-    engines.publish(1)  # and returns
+        assert difference(engines, sample) < TOLERANCE
+    engines.publish(1)  # does not wait for the environment
     (tmp_path / "go").touch()
-    (sample,) = outcomes(handle, [asked[0].id])
+    (sample,) = outcomes(handle, [requests[0].id])
     assert isinstance(sample, Sample)
     assert (sample.reward, sample.reward_error) == (1.5, None)
 
     spans = turns(sample)
     assert len(spans) == TURNS
     assert [sample.versions[start] for start, _ in spans] == [0, 0, 1]
-    assert differs(engines, sample) < TOLERANCE
+    assert difference(engines, sample) < TOLERANCE
     for (_, end), (start, _) in itertools.pairwise(spans):
         assert sample.response_ids[end:start].tolist() == WORDS
         assert sample.behavior_logprobs[end:start].tolist() == [0.0, 0.0]
@@ -113,11 +116,11 @@ def test_an_update_in_the_middle_of_a_tool_call_neither_waits_for_it_nor_disturb
     assert sample.text.count("[environment, reward") == TURNS
 
 
-def test_a_stop_string_ends_its_turn_and_is_not_looked_for_in_the_environments_words(
+def test_a_stop_string_ends_its_turn_and_may_occur_in_the_environments_content(
     engines: Engines,
 ) -> None:
-    """`7 w` stands in the words of every sample."""
-    samples = sampled(engines.handles[0], engines.asked([prompt_of(4, 9)], 16))
+    """Every sample has `7 w` in the content of its environment."""
+    samples = sampled(engines.handles[0], engines.requests([prompt_of(4, 9)], 16))
     stopped = 0
     for sample in samples:
         for start, end in turns(sample):
@@ -127,25 +130,25 @@ def test_a_stop_string_ends_its_turn_and_is_not_looked_for_in_the_environments_w
     assert stopped
 
 
-def test_a_sample_that_is_aborted_in_its_environment_begins_anew(
+def test_a_sample_that_is_aborted_in_its_environment_starts_again(
     engines: Engines, tmp_path: Path
 ) -> None:
     (handle,) = engines.handles
-    asked = engines.asked([prompt_of(5, 1, fault="waits", folder=str(tmp_path))], 1)
-    submit(handle, asked)
+    requests = engines.requests([prompt_of(5, 1, fault="waits", folder=str(tmp_path))], 1)
+    submit(handle, requests)
     until(tmp_path / "waiting")
-    abort(handle, [asked[0].id])
-    (cut,) = outcomes(handle, [asked[0].id])
-    assert isinstance(cut, Aborted)
-    assert cut.partial is None
+    abort(handle, [requests[0].id])
+    (aborted,) = outcomes(handle, [requests[0].id])
+    assert isinstance(aborted, Aborted)
+    assert aborted.partial is None
     (tmp_path / "go").touch()
-    (sample,) = sampled(handle, asked)
+    (sample,) = sampled(handle, requests)
     assert len(turns(sample)) == TURNS
 
 
-def test_an_environment_that_fails_costs_its_sample_and_is_shown_with_it(engines: Engines) -> None:
+def test_a_failed_environment_fails_only_its_sample_which_has_the_error(engines: Engines) -> None:
     prompts = [prompt_of(5, 1, fault=fault) for fault in ("reset", "raises", None)]
-    failed, raised, fine = sampled(engines.handles[0], engines.asked(prompts, 1))
+    failed, raised, fine = sampled(engines.handles[0], engines.requests(prompts, 1))
     assert (failed.reward_error, failed.loss_mask.tolist()) == (
         "reset raised KeyError: 'secret'",
         [0],
@@ -156,34 +159,34 @@ def test_an_environment_that_fails_costs_its_sample_and_is_shown_with_it(engines
     assert "KeyError: 'secret'" in engines.specs[0].reward_log.read_text()
 
 
-def test_training_uses_what_an_agents_openai_client_received_over_an_update(
+def test_a_sample_has_the_tokens_that_an_agents_openai_client_received_over_an_update(
     engines: Engines, tmp_path: Path
 ) -> None:
-    """The module's last test: it leaves the engine to agents."""
+    """This is the last test of the file, because the engine keeps the environment of the agent."""
     (handle,) = engines.handles
     give_environment(handle, AGENT, template=WORDY)
 
     before = engines.version
-    asked = engines.asked([prompt_of(5, 1, folder=str(tmp_path))], 1)
-    submit(handle, asked)
+    requests = engines.requests([prompt_of(5, 1, folder=str(tmp_path))], 1)
+    submit(handle, requests)
     until(tmp_path / "waiting")
     engines.publish(0)
     (tmp_path / "go").touch()
-    (sample,) = outcomes(handle, [asked[0].id])
+    (sample,) = outcomes(handle, [requests[0].id])
     assert isinstance(sample, Sample)
     assert (sample.reward, sample.reward_error) == (0.5, None)
 
     first, second = segments(sample)
     assert first.prompt.token_ids == (9, 5, 6, 10, 11)
     assert second.prompt.token_ids == (9, 5, 10, 11)
-    logprobs, *counts, refused = json.loads((tmp_path / "told").read_text())
+    logprobs, *counts, refused = json.loads((tmp_path / "received").read_text())
     assert "segment 3 of the sample" in refused
     spans = turns(first)
     assert [end - start for start, end in spans + turns(second)] == [len(logprobs), *counts]
     assert [first.versions[start] for start, _ in spans] == [before, before + 1, before + 1]
     assert first.behavior_logprobs[: len(logprobs)].tolist() == pytest.approx(logprobs, abs=1e-6)
     for segment in (first, second):
-        assert differs(engines, segment) < TOLERANCE
+        assert difference(engines, segment) < TOLERANCE
     for words, (_, end), (start, _) in zip(([7, 8], [7]), spans, spans[1:], strict=False):
         ended = [] if first.response_ids[end - 1] == 0 else [10]
         assert first.response_ids[end:start].tolist() == [*ended, 9, *words, 10, 11]

@@ -1,6 +1,6 @@
-"""Tools of tests: the public functions of a module."""
+"""Tools for tests. The tools of a module are its public functions."""
 
-from math import gcd  # noqa: F401 - another module's, so no tool
+from math import gcd  # noqa: F401 - a function of another module, so it is not a tool
 
 
 def add(a: int, b: int) -> int:
