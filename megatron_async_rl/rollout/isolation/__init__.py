@@ -1,1 +1,1 @@
-"""Isolation of user code: all code that runs in processes and sandboxes of its own."""
+"""Processes and sandboxes that isolate user code from the engine."""
