@@ -25,7 +25,7 @@ from megatron_async_rl.rollout.environments import (
     tool_parsers,
 )
 from megatron_async_rl.rollout.environments.endpoint import Agents
-from megatron_async_rl.rollout.environments.pool import NOTICED_S, Environments
+from megatron_async_rl.rollout.environments.pool import AGENT_GRACE_S, Environments
 from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
 from megatron_async_rl.rollout.vllm.tool_parser import ToolParser, call_beginnings
 from megatron_async_rl.samples import Prompt
@@ -180,7 +180,7 @@ def test_the_run_waits_for_an_agent_at_work_and_not_for_one_that_waits_for_the_m
 
     played.runner.run(run())
     alone, *in_calls = seen
-    longest = pool.settings.timeout_s + NOTICED_S
+    longest = pool.settings.timeout_s + AGENT_GRACE_S
     assert alone == (1, [pytest.approx(longest, abs=20)])
     assert in_calls == [(0, []), (0, [])]
     assert now() == (0, [])
@@ -190,7 +190,7 @@ def test_idle_strangers_are_limited_and_an_agent_is_served(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest connections that sent nothing, or half a request, are closed."""
-    monkeypatch.setattr(endpoint, "STRANGERS", 4)
+    monkeypatch.setattr(endpoint, "MAX_UNNAMED", 4)
 
     async def ends(reader: asyncio.StreamReader) -> bool:
         with contextlib.suppress(ConnectionError):
@@ -208,11 +208,11 @@ def test_idle_strangers_are_limited_and_an_agent_is_served(
     writers = played.runner.run(flood())
     connections = played.agents._connections
     assert connections is not None
-    assert len(connections._strangers) == 4
+    assert len(connections._unnamed) == 4
     transcript, error, _ = played(question="6*7?")
     assert error is None
     assert transcript.turns
-    assert len(connections._strangers) < 4, "the agent's connection is none"
+    assert len(connections._unnamed) < 4, "the agent's connection is none"
     for writer in writers:
         writer.close()
 
@@ -332,11 +332,11 @@ CALLS_NOTHING = {"role": "assistant", "tool_calls": [{"id": "1", "function": Non
     [
         ({"fault": "silent"}, "ended without a turn of the model"),
         ({"fault": "forgets"}, r"does not repeat the earlier messages.*messages\[0\] differs"),
-        ({"fault": "retools"}, "its tools differ from those of the call before"),
+        ({"fault": "retools"}, "its tools differ from the tools of the previous call"),
         ({"body": {"n": 2}}, "n must be 1"),
         ({"body": {"max_tokens": -1}}, "max_tokens must be a whole number above 0, not -1"),
         ({"body": {"max_tokens": 0}}, "max_tokens must be a whole number above 0, not 0"),
-        ({"body": {"top_logprobs": 3}}, "only the log-prob of each sampled token is known"),
+        ({"body": {"top_logprobs": 3}}, "only the log-prob of each sampled token is available"),
         ({"body": {"structured_outputs": {"regex": "a+"}}}, "structured_outputs constrains"),
         ({"body": {"guided_choice": ["a", "b"]}}, "guided_choice constrains sampling"),
         ({"body": {"logit_bias": {"7": 100}}}, "logit_bias constrains sampling"),
@@ -385,7 +385,7 @@ def test_an_agent_that_calls_a_missing_path_gets_an_error_and_so_does_its_sample
     played: Played, monkeypatch: pytest.MonkeyPatch, path: str, status: int, what: str
 ) -> None:
     """Errors have the format of OpenAI's servers, which OpenAI's clients read."""
-    monkeypatch.setattr(endpoint, "LONGEST", 1000)
+    monkeypatch.setattr(endpoint, "MAX_REQUEST_BYTES", 1000)
 
     async def sample(wanted: TurnRequest) -> Turn:
         raise AssertionError
@@ -636,7 +636,7 @@ def test_tool_parsers_are_those_of_vllm_that_read_text(model: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({}, "give either `function`"),
+        ({}, "set either `function`"),
         ({"function": "tests.unit.agents:walk"}, "has no attribute 'walk'"),
         ({"program": "x"}, "unexpected keyword argument"),
     ],

@@ -314,7 +314,7 @@ def test_nothing_of_a_conversation_that_is_cancelled_is_left(played: Played) -> 
         fresh = other._process is not process
         await other.reset(prompt_of())
         await other.close()
-        return pool._room._value, fresh
+        return pool._slots._value, fresh
 
     played.pool.settings = settings_of()
     assert played.runner.run(run()) == (4, True)
@@ -350,7 +350,7 @@ def test_a_process_that_starts_for_a_cancelled_sample_is_ended(
     played.pool.settings = settings_of()
     played.runner.run(run())
     assert begun[0].killed
-    assert played.pool._room._value == 4
+    assert played.pool._slots._value == 4
 
 
 def test_a_server_whose_reports_are_no_longer_read_ends() -> None:
@@ -414,7 +414,7 @@ def test_who_is_cancelled_while_an_environment_closes_leaves_its_room_and_does_n
         for one in ends:
             one.cancel()
         await asyncio.gather(*ends, return_exceptions=True)
-        return pool._room._value
+        return pool._slots._value
 
     played.pool.settings = settings_of()
     assert played.runner.run(run()) == 4
@@ -467,21 +467,21 @@ def test_no_order_to_the_process_that_forks_is_lost() -> None:
     ("own", "where", "what"),
     [
         ({"name": "verifiers", "settings": {"env": {}}}, "name", "needs the package verifiers"),
-        ({"name": "game"}, "name", "is not module:factory"),
+        ({"name": "game"}, "name", "is not of the form module:factory"),
         (
             {"name": "openenv", "settings": {"url": "ws://x"}},
             "name",
             "needs the package openenv>=0.10,<0.11",
         ),
         ({"name": "no_such_game:Game"}, "name", "no module 'no_such_game'"),
-        ({"name": "tests.engine.environments:Game"}, "name", "has no 'Game'"),
+        ({"name": "tests.engine.environments:Game"}, "name", "has no callable 'Game'"),
         ({"settings": {"turn": 3}}, "settings", "unexpected keyword argument 'turn'"),
         (tools("tests.unit.agents:time"), "settings", "did you mean 'times'?"),
         (tools("tests.unit.agents:untyped"), "settings", "parameter a has no type annotation"),
         (
             tools(["tests.unit.agents:times"] * 2),
             "settings",
-            "two of the functions are named times",
+            "two functions have the name times",
         ),
         (tools("tests.unit.no_tools"), "settings", "no module 'tests.unit.no_tools'"),
         (tools("tests.unit.agents:times", timeout_s=-1), "settings", "timeout_s: -1"),
@@ -643,7 +643,9 @@ def test_a_prompt_without_a_task_of_verifiers_is_refused_before_the_start(
     wrong = f"{key} has %s as its `number`, which must be the number of a task, from 0"
     assert told(other=1) == wrong % "None"
     assert told(number="first") == wrong % "'first'"
-    assert told(number=2) == ("" if there > 2 else f"{key} names task 2, and there are 2")
+    assert told(number=2) == (
+        "" if there > 2 else f"{key} names task 2, but there are only 2 tasks"
+    )
 
 
 def test_what_is_no_character_is_escaped() -> None:
@@ -814,7 +816,7 @@ def test_a_response_that_is_not_an_openenv_action_gets_an_error(
         (
             {"action": "retries"},
             {"seed": 1},
-            "also need code: set null, so that the model writes",
+            "also need code: set null, and the model writes",
         ),
         ({}, {"sed": 1}, "prompt p has no column 'seed', which .*reset names; it has sed"),
     ],
