@@ -107,14 +107,14 @@ def test_a_server_that_fails_for_a_while_is_asked_again() -> None:
 @looped(
     ("answer", "said"),
     [
-        (saying("no such model", 404), "answered 404 Not Found: 'no such model'"),
-        (saying("<html>"), "answered something other than JSON: '<html>'"),
+        (saying("no such model", 404), "returned 404 Not Found: 'no such model'"),
+        (saying("<html>"), "returned text that is not JSON: '<html>'"),
         (saying('{"score": 1}'), 'not a number or {"reward": number}'),
         (saying('{"reward": true}'), 'not a number or {"reward": number}'),
-        (saying("9" * 400), "answered '9999"),
-        (saying("[" * 100_000), "answered something other than JSON: '[[[["),
+        (saying("9" * 400), "returned '9999"),
+        (saying("[" * 100_000), "returned text that is not JSON: '[[[["),
         (saying('{"reward": NaN}'), "the reward is nan, not a finite number of at most 1e+30"),
-        (saying("1" * 2**21), "answered more than 1048576 bytes"),
+        (saying("1" * 2**21), "returned more than 1048576 bytes"),
     ],
 )
 def test_an_answer_that_is_no_use_fails_at_once_and_is_shown(answer: Answer, said: str) -> None:
@@ -157,7 +157,7 @@ def test_what_answers_without_the_response_gives_no_reward(status: int, posted: 
     if posted:
         assert found == Scored(reward=1.0)
     else:
-        assert f"answered {status}, a redirection to http://127.0.0.1:" in str(found.error)
+        assert f"returned {status}, a redirection to http://127.0.0.1:" in str(found.error)
         assert "/there that drops the posted response" in str(found.error)
 
 
@@ -184,7 +184,7 @@ def test_a_response_cannot_end_the_tags_in_which_its_judge_reads_it() -> None:
 
 def test_a_server_that_stays_broken_is_given_up_before_the_time_limit() -> None:
     error = scored(saying("overload", 500), timeout_s=1.0).error
-    assert "answered 500 Internal Server Error: 'overload'; gave up after 0.9 s" in str(error)
+    assert "returned 500 Internal Server Error: 'overload'; gave up after 0.9 s" in str(error)
 
 
 def test_a_server_that_hangs_or_is_not_there_is_given_up_and_named() -> None:
@@ -241,17 +241,17 @@ def test_a_typographic_minus_is_a_minus() -> None:
 @looped(
     ("answer", "said"),
     [
-        (chat("Very good!"), "the judge gave no score: 'Very good!'"),
-        (chat("Score: -5"), "the judge gave -5, not from 0 to 10"),
-        (chat("Score: \u22125"), "the judge gave -5, not from 0 to 10"),
-        (chat("Score (0-10):"), "the judge gave no score"),
-        (chat("Score: 7-8"), "the judge gave no score"),
-        (chat("Score: 7,5"), "the judge gave no score"),
-        (chat("It ends with\n> Score: 10"), "the judge gave no score"),
-        (chat(None), "the judge gave no score: 'null'"),
-        (chat("Score: 100"), "the judge gave 100, not from 0 to 10"),
-        (saying('{"choices": []}'), "answered no chat completion: "),
-        (saying("[]"), "answered no chat completion: '[]'"),
+        (chat("Very good!"), "the judge returned no score: 'Very good!'"),
+        (chat("Score: -5"), "the judge returned the score -5, not from 0 to 10"),
+        (chat("Score: \u22125"), "the judge returned the score -5, not from 0 to 10"),
+        (chat("Score (0-10):"), "the judge returned no score"),
+        (chat("Score: 7-8"), "the judge returned no score"),
+        (chat("Score: 7,5"), "the judge returned no score"),
+        (chat("It ends with\n> Score: 10"), "the judge returned no score"),
+        (chat(None), "the judge returned no score: 'null'"),
+        (chat("Score: 100"), "the judge returned the score 100, not from 0 to 10"),
+        (saying('{"choices": []}'), "returned no chat completion: "),
+        (saying("[]"), "returned no chat completion: '[]'"),
     ],
 )
 def test_a_judge_that_gives_no_score_costs_its_response(answer: Answer, said: str) -> None:

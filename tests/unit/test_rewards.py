@@ -182,10 +182,10 @@ COUNTDOWNS: list[tuple[Any, Any, str]] = [
     ([1] * 128, 128, ""),
     ([0, 0, 0], 0, ""),
     ([999_999_999, 1], 10**9, ""),
-    ([-3, 5], 2, "`numbers` holds -3"),
-    ([10**9, 1], 10**9, "`numbers` holds a number of more than 9 digits"),
-    ([1] * 129, 129, "`numbers` holds 129 numbers"),
-    ([10**8] * 30, 1, "`numbers` holds 30 numbers"),
+    ([-3, 5], 2, "`numbers` has -3"),
+    ([10**9, 1], 10**9, "`numbers` has a number of more than 9 digits"),
+    ([1] * 129, 129, "`numbers` has 129 numbers"),
+    ([10**8] * 30, 1, "`numbers` has 30 numbers"),
     ([5], 6, "`target` is 6, which no expression of [5] equals"),
     ([5], -5, "`target` is -5"),
     ([2, 3], 7, "`target` is 7"),
@@ -403,8 +403,8 @@ def test_a_function_in_the_working_directory_is_a_reward(
             "use one of arithmetic, countdown, math, code, http, judge, environment, or"
             " module:function",
         ),
-        (":score", "is not module:function"),
-        ("FILE:", "is not module:function"),
+        (":score", "is not of the form module:function"),
+        ("FILE:", "is not of the form module:function"),
         ("nowhere_at_all:score", "no module 'nowhere_at_all' in "),
         ("nowhere_at_all.deeper:score", "no module 'nowhere_at_all' in "),
         (
@@ -437,7 +437,7 @@ def test_a_module_that_exits_when_imported_does_not_end_the_command(
 
 
 def test_a_relative_module_is_not_module_function() -> None:
-    with pytest.raises(RewardError, match=r"'\.here:score' is not module:function"):
+    with pytest.raises(RewardError, match=r"'\.here:score' is not of the form module:function"):
         load_reward(".here:score")
 
 
@@ -459,8 +459,8 @@ def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
         ("FILE:score", {"tag": 1}, ".settings", "has no setting 'tag'; it takes none"),
         ("arithmetic", {"tag": 1}, ".settings", "arithmetic has no setting 'tag'"),
         ("http", {}, ".settings", "'url' is missing"),
-        ("http", {"url": "localhost:1"}, ".settings.url", "is not the address of a server"),
-        ("http", {"url": "http://h:99999"}, ".settings.url", "is not the address of a server"),
+        ("http", {"url": "localhost:1"}, ".settings.url", "is not the URL of a server"),
+        ("http", {"url": "http://h:99999"}, ".settings.url", "is not the URL of a server"),
         ("http", {"url": "http://h", "api_key_env": "NOT_SET"}, ".settings.api_key_env", "not set"),
         ("judge", {}, ".settings", "url and model, and 'url' is missing; write"),
         ("judge", {"url": "http://h"}, ".settings", "'model' is missing"),

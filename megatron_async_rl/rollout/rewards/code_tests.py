@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_async_rl.config.visible_text import is_blank
 from megatron_async_rl.rollout.rewards.code_asserts import UnfitTest, prepared
-from megatron_async_rl.rollout.rewards.registry import ColumnError, shown
+from megatron_async_rl.rollout.rewards.registry import ColumnError, excerpt
 from megatron_async_rl.samples.types import Prompt
 
 MAX_ENCODINGS = 3
@@ -71,7 +71,7 @@ def entry_point_of(prompt: Prompt) -> str | None:
         why = ", which Python normalizes to another name"
     if why is not None:
         fix = "write the name that the code gives the tested function, or null"
-        raise ColumnError(f"prompt {prompt.id}", "entry_point", f"is {shown(name)}{why}", fix)
+        raise ColumnError(f"prompt {prompt.id}", "entry_point", f"is {excerpt(name)}{why}", fix)
     return str(name)
 
 
@@ -84,7 +84,7 @@ def _setup_of(prompt: Prompt) -> str:
         lines = list(given) if isinstance(given, list | tuple) else [given or ""]
         if not all(isinstance(one, str) for one in lines):
             fix = "write Python, as text or a list of texts, or null"
-            raise ColumnError(f"prompt {prompt.id}", name, f"is {shown(given)}", fix)
+            raise ColumnError(f"prompt {prompt.id}", name, f"is {excerpt(given)}", fix)
         parts += [one for one in lines if not is_blank(one)]
     return "".join(f"{one}\n" for one in parts)
 
@@ -96,7 +96,7 @@ def _read(given: object, entry_point: str | None, setup: str) -> list[str] | lis
     elif isinstance(found, str):
         found = [] if is_blank(found) else [found]
     if not isinstance(found, list | tuple) or not found:
-        raise UnfitTest(f"is {shown(given)}", _FORMS)
+        raise UnfitTest(f"is {excerpt(given)}", _FORMS)
     tests: list[Any] = [_decoded(one) for one in found]
     # Formats are not mixed: every test is a source, or every test is a pair.
     if all(isinstance(one, str) for one in tests):
@@ -167,7 +167,7 @@ def _rows(tests: Mapping[str, Any]) -> list[Any]:
 
 def _pair(test: object) -> tuple[str, str]:
     if not isinstance(test, Mapping):
-        raise UnfitTest(f"holds {shown(test)}", _FORMS)
+        raise UnfitTest(f"holds {excerpt(test)}", _FORMS)
     if test.get("fn_name") is not None:
         raise _of_function("fn_name", test["fn_name"])
     for key in KINDS:
@@ -177,16 +177,18 @@ def _pair(test: object) -> tuple[str, str]:
     given, expected = test.get("input"), test.get("output")
     for key, value in (("input", given), ("output", expected)):
         if not isinstance(value, str):
-            raise UnfitTest(f"has an `{key}` that is {shown(value)}", _FORMS)
+            raise UnfitTest(f"has an `{key}` that is {excerpt(value)}", _FORMS)
     assert isinstance(given, str)
     assert isinstance(expected, str)
     if is_blank(expected):
         # A program that prints nothing would pass it.
-        what = f"has an `output` that shows nothing: {shown(expected)}"
+        what = f"has an `output` that shows nothing: {excerpt(expected)}"
         raise UnfitTest(what, "write the expected output, or remove the test")
     return given, expected
 
 
 def _of_function(key: str, value: object) -> UnfitTest:
-    what = f"has `{key}` {shown(value)}: the test is for a function, and only programs read `input`"
+    what = (
+        f"has `{key}` {excerpt(value)}: the test is for a function, and only programs read `input`"
+    )
     return UnfitTest(what, "write it as Python: assert NAME(INPUT) == OUTPUT")
