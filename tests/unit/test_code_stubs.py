@@ -64,7 +64,7 @@ def test_a_subclass_arrives_as_its_base_with_its_number() -> None:
 def test_any_other_value_stays_and_is_found_by_its_number() -> None:
     kept, value = Kept(), object()
     assert crossed([1, value], kept) == [1, value]
-    with pytest.raises(TypeError, match="a object cannot be given"):
+    with pytest.raises(TypeError, match="a object cannot be passed"):
         Encoder(lambda value: None, 100).encode(value)
 
 
