@@ -652,7 +652,7 @@ def test_math_names_an_answer_it_cannot_read() -> None:
         return await scorer.score(asked, "42")
 
     error = scored_by(RewardConfig(name="math", workers=1, timeout_s=600), work).error
-    assert r"prompt p7: `answer` '\\text{}' is not readable by math-verify" in str(error)
+    assert r"prompt p7: `answer` '\\text{}' cannot be parsed by math-verify" in str(error)
 
 
 def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> None:
