@@ -149,12 +149,12 @@ def _require_run_settings(body: Mapping[str, Any]) -> None:
         )
 
 
-def _messages(given: Any) -> list[Message]:
+def _messages(value: Any) -> list[Message]:
     """Return the messages with their content as text and without null keys. Raises CallRefused."""
-    if not isinstance(given, list) or not given:
+    if not isinstance(value, list) or not value:
         raise CallRefused("messages must be a list of messages")
     messages: list[Message] = []
-    for index, one in enumerate(given):
+    for index, one in enumerate(value):
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
             raise CallRefused(f"messages[{index}] is not an object with a role")
         calls = one.get("tool_calls") or []
@@ -168,8 +168,8 @@ def _messages(given: Any) -> list[Message]:
         except ValueError as error:
             raise CallRefused(f"messages[{index}] {error}") from None
         # Templates test whether a key exists, so a null key must render like an absent key.
-        plain = {key: value for key, value in one.items() if value is not None}
-        messages.append({**plain, "content": content})
+        present = {key: each for key, each in one.items() if each is not None}
+        messages.append({**present, "content": content})
     return messages
 
 

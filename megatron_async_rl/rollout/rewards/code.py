@@ -154,14 +154,14 @@ def source_of(response: str) -> str:
 def _outputs(
     source: str, tests: Sequence[tuple[str, str]], limits: Limits, budget: _Budget
 ) -> Iterator[bool]:
-    for given, expected in tests:
+    for stdin, expected in tests:
         # The tests share one time limit, so that an endless program uses it only once.
         left_s = budget.left_s
         if left_s <= 0:
             budget.require_fair()
             yield False
             continue
-        ended = run(source, stdin=given, limits=replace(limits, wall_s=left_s))
+        ended = run(source, stdin=stdin, limits=replace(limits, wall_s=left_s))
         budget.count(ended)
         # Compared outside of the sandbox, so that the code cannot read `expected`.
         yield ended.code == 0 and _lines(ended.output) == _lines(expected)

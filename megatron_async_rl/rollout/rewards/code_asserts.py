@@ -55,7 +55,7 @@ class UnfitTest(ValueError):
 @functools.lru_cache(maxsize=64)
 def prepared(source: str, entry_point: str | None) -> str:
     """Return `source` with marks after the assertions that depend on the code. Raises UnfitTest."""
-    # ast also counts lines that end with a carriage return; marks are placed by these lines.
+    # ast also ends a line at a carriage return, and marks are placed by its line numbers.
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     try:
         tree = _small(ast.parse(source))

@@ -222,12 +222,14 @@ class Channel:
             raise raised
         # Apply in-place changes of the code to the objects of the test.
         after = self.decode(reply["args"])
-        for given, changed in zip(args, after, strict=False):
-            if isinstance(given, list) and isinstance(changed, list):
-                given[:] = changed
-            elif any(isinstance(given, kind) and isinstance(changed, kind) for kind in (dict, set)):
-                given.clear()
-                given.update(changed)
+        for argument, changed in zip(args, after, strict=False):
+            if isinstance(argument, list) and isinstance(changed, list):
+                argument[:] = changed
+            elif any(
+                isinstance(argument, kind) and isinstance(changed, kind) for kind in (dict, set)
+            ):
+                argument.clear()
+                argument.update(changed)
         return self.decode(reply["value"])
 
     def decode(self, value: Any) -> Any:
@@ -333,11 +335,11 @@ def passes(source: Any, channel: Any, names: Any, entry_point: Any, checks: Any)
     an exception."""
     try:
         # Decoded again for each test, because an earlier test may have changed its copies.
-        given = {name: channel.decode(value) for name, value in names}
+        defined = {name: channel.decode(value) for name, value in names}
         own = {"__name__": "__main__", "__builtins__": builtins}
         marks = {"_mar_asserted": checks.asserted, "_mar_raised": checks.raised}
         # In this order, so that the code cannot replace the marks or `__builtins__`.
-        space = {**given, **own, **marks}
+        space = {**defined, **own, **marks}
         exec(compile(source, "tests.py", "exec"), space)
         for name, value in list(space.items()):
             # A function test...() of the code is not a test.
@@ -346,7 +348,7 @@ def passes(source: Any, channel: Any, names: Any, entry_point: Any, checks: Any)
             if name.startswith("test"):
                 value()
             elif name == "check" and entry_point is not None:
-                value(given[entry_point])
+                value(defined[entry_point])
     except BaseException:  # noqa: BLE001 - any exception fails the test
         return False
     return True

@@ -46,9 +46,9 @@ _FORMS = (
 def tests_of(prompt: Prompt) -> list[str] | list[tuple[str, str]]:
     """Return the prompt's tests: prepared sources with assertions, or pairs (input, output). Raises
     ColumnError."""
-    given, where = prompt.fields.get("tests"), f"prompt {prompt.id}"
+    value, where = prompt.fields.get("tests"), f"prompt {prompt.id}"
     try:
-        return _read(given, entry_point_of(prompt), _setup_of(prompt))
+        return _read(value, entry_point_of(prompt), _setup_of(prompt))
     except UnfitTest as error:
         raise ColumnError(where, "tests", error.what, error.fix) from error
 
@@ -81,23 +81,23 @@ def _setup_of(prompt: Prompt) -> str:
     `test_setup_code`, which are column names of MBPP. Raises ColumnError."""
     parts: list[str] = []
     for name in SETUP:
-        given = prompt.fields.get(name)
-        lines = list(given) if isinstance(given, list | tuple) else [given or ""]
+        value = prompt.fields.get(name)
+        lines = list(value) if isinstance(value, list | tuple) else [value or ""]
         if not all(isinstance(one, str) for one in lines):
             fix = "write Python, as text or a list of texts, or null"
-            raise ColumnError(f"prompt {prompt.id}", name, f"is {excerpt(given)}", fix)
+            raise ColumnError(f"prompt {prompt.id}", name, f"is {excerpt(value)}", fix)
         parts += [one for one in lines if not is_blank(one)]
     return "".join(f"{one}\n" for one in parts)
 
 
-def _read(given: object, entry_point: str | None, setup: str) -> list[str] | list[tuple[str, str]]:
-    decoded: Any = _decoded(given)
+def _read(value: object, entry_point: str | None, setup: str) -> list[str] | list[tuple[str, str]]:
+    decoded: Any = _decoded(value)
     if isinstance(decoded, Mapping):
         decoded = _rows(decoded)
     elif isinstance(decoded, str):
         decoded = [] if is_blank(decoded) else [decoded]
     if not isinstance(decoded, list | tuple) or not decoded:
-        raise UnfitTest(f"is {excerpt(given)}", _FORMS)
+        raise UnfitTest(f"is {excerpt(value)}", _FORMS)
     tests: list[Any] = [_decoded(one) for one in decoded]
     # Formats cannot be mixed: either all tests are sources, or all tests are pairs.
     if all(isinstance(one, str) for one in tests):
@@ -176,17 +176,17 @@ def _pair(test: object) -> tuple[str, str]:
         # As a program, a test of a function would fail every correct response.
         if test.get(key) not in PROGRAMS:
             raise _of_function(key, test[key])
-    given, expected = test.get("input"), test.get("output")
-    for key, value in (("input", given), ("output", expected)):
+    stdin, expected = test.get("input"), test.get("output")
+    for key, value in (("input", stdin), ("output", expected)):
         if not isinstance(value, str):
             raise UnfitTest(f"has an `{key}` that is {excerpt(value)}", _FORMS)
-    assert isinstance(given, str)
+    assert isinstance(stdin, str)
     assert isinstance(expected, str)
     if is_blank(expected):
         # A program that prints nothing would pass this test.
         what = f"has an `output` without a visible character: {excerpt(expected)}"
         raise UnfitTest(what, "write the expected output, or remove the test")
-    return given, expected
+    return stdin, expected
 
 
 def _of_function(key: str, value: object) -> UnfitTest:

@@ -234,10 +234,10 @@ def _finished_function(formula: Formula) -> bool:
     if name in _EVALUATED or name == "opposite":
         return False
     # A function of a number is finished only if its value is irrational, such as log 2.
-    found, argument = values(formula), values(inside[0])
-    if found is None or argument is None:
+    results, argument = values(formula), values(inside[0])
+    if results is None or argument is None:
         return False
-    value = found[0]
+    value = results[0]
     if abs(value.imag) > 1e-9:
         return False
     if name in ("sin", "cos", "tan", "cot", "sec", "csc"):

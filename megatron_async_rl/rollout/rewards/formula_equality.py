@@ -44,11 +44,11 @@ def _terms(formula: Formula) -> dict[TermKey, Fraction]:
     if formula.kind == "number":
         return {_NO_KEY: formula.value[0]} if formula.value[0] else {}
     if formula.kind == "sum":
-        found: dict[TermKey, Fraction] = {}
+        terms: dict[TermKey, Fraction] = {}
         for one in formula.args:
             for key, value in _terms(one).items():
-                found[key] = found.get(key, Fraction(0)) + value
-        return {key: value for key, value in found.items() if value}
+                terms[key] = terms.get(key, Fraction(0)) + value
+        return {key: value for key, value in terms.items() if value}
     if formula.kind in ("product", "power"):
         return _term(formula)
     if formula.kind == "function" and formula.value == "opposite":

@@ -51,18 +51,18 @@ _APPLIED = "fghFGHPV"
 @functools.lru_cache(maxsize=512)
 def read(text: str) -> Formula | None:
     """Return the formula that spans the whole text, or None if the text is not a formula."""
-    found = tokens(text)
-    while found and found[-1] in (".", ","):
-        found.pop()
+    sequence = tokens(text)
+    while sequence and sequence[-1] in (".", ","):
+        sequence.pop()
     try:
         # Both signs become a set.
-        if "\\pm" in found:
+        if "\\pm" in sequence:
             both = [
-                _all_of([{"\\pm": sign, "\\mp": other}.get(one, one) for one in found])
+                _all_of([{"\\pm": sign, "\\mp": other}.get(one, one) for one in sequence])
                 for sign, other in (("+", "-"), ("-", "+"))
             ]
             return unordered(both)
-        return _all_of(found)
+        return _all_of(sequence)
     except (NotAFormula, RecursionError, ArithmeticError, IndexError):
         return None
 
@@ -71,12 +71,12 @@ def read_within(text: str) -> list[Formula]:
     """Return the formulas in prose, the longest at each position."""
     formulas: list[Formula] = []
     # Parse twice, because letters may be a word or a product of variables.
-    for found in (tokens(text), prose_tokens(text)):
+    for sequence in (tokens(text), prose_tokens(text)):
         # Limited, because the parser may read up to MAX_TOKENS at each position.
-        place, end = 0, min(len(found), 4 * MAX_TOKENS)
+        place, end = 0, min(len(sequence), 4 * MAX_TOKENS)
         while place < end:
             try:
-                parser = _Parser(found[place : place + MAX_TOKENS])
+                parser = _Parser(sequence[place : place + MAX_TOKENS])
                 formulas.append(parser.chain())
                 place += max(parser.place, 1)
             except (NotAFormula, RecursionError, ArithmeticError, IndexError):
@@ -84,10 +84,10 @@ def read_within(text: str) -> list[Formula]:
     return formulas
 
 
-def _all_of(found: list[str]) -> Formula:
-    if not found or len(found) > MAX_TOKENS:
+def _all_of(sequence: list[str]) -> Formula:
+    if not sequence or len(sequence) > MAX_TOKENS:
         raise NotAFormula
-    parser = _Parser(found)
+    parser = _Parser(sequence)
     formula = parser.listed()
     if parser.next() is not None:
         raise NotAFormula
@@ -97,8 +97,8 @@ def _all_of(found: list[str]) -> Formula:
 class _Parser:
     """Recursive-descent parser with one method per level of precedence."""
 
-    def __init__(self, found: list[str]) -> None:
-        self.found = found
+    def __init__(self, sequence: list[str]) -> None:
+        self.tokens = sequence
         self.place = 0
         self.depth = 0
         self.bars = 0
@@ -106,7 +106,7 @@ class _Parser:
 
     def next(self, ahead: int = 0) -> str | None:
         place = self.place + ahead
-        return self.found[place] if place < len(self.found) else None
+        return self.tokens[place] if place < len(self.tokens) else None
 
     def take(self, *expected: str) -> str:
         token = self.next()
@@ -259,9 +259,13 @@ class _Parser:
             inside = self.sum()
             self.take("}")
             return inside
-        if token.isdigit() and len(token) > 1 and self.found[self.place - 2] not in ("^", "-", "+"):
+        if (
+            token.isdigit()
+            and len(token) > 1
+            and self.tokens[self.place - 2] not in ("^", "-", "+")
+        ):
             # In LaTeX, an argument without braces is one digit: `\frac12` is 1/2.
-            self.found[self.place - 1 : self.place] = [token[0], token[1:]]
+            self.tokens[self.place - 1 : self.place] = [token[0], token[1:]]
             token = token[0]
         self.place -= 1
         return self.atom()
@@ -344,7 +348,7 @@ class _Parser:
         while self.taken("'"):
             name += "'"
         inverse = ["^", "{", "-", "1", "}", "("]
-        if token in _APPLIED and self.found[self.place : self.place + 6] == inverse:
+        if token in _APPLIED and self.tokens[self.place : self.place + 6] == inverse:
             self.place += 5
             name += "^-1"
         if token in _APPLIED and self.next() == "(":

@@ -95,20 +95,22 @@ def tokens(text: str) -> list[str]:
     # Replaced by a space, so that tokens on both sides of a layout command stay separate.
     text = _LAYOUT.sub(" ", text.translate(_UNICODE))
     text = re.sub(r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1", _SPOKEN.sub("%", text))
-    text = re.sub(r"\\overline\s*\{([A-Z]{2})\}", r"\1", text)  # A line segment.
-    text = re.sub(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)  # 1 1/2
+    # A line segment, such as AB.
+    text = re.sub(r"\\overline\s*\{([A-Z]{2})\}", r"\1", text)
+    # Mixed numbers, such as 1 1/2.
+    text = re.sub(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"(?<=\d)\{,\}(?=\d{3})", ",", text)
-    found: list[str] = []
+    result: list[str] = []
     for match in _TOKEN.finditer(text):
         token = match.group()
         if match.lastgroup == "word":
-            found += _word(token)
+            result += _word(token)
         elif match.lastgroup == "text":
-            found += _text(token)
+            result += _text(token)
         else:
             token = {"**": "^", "<=": "\\le", ">=": "\\ge", "!=": "\\ne"}.get(token, token)
-            found.append(_SPELLINGS.get(token, re.sub(r"\s", "", token)))
-    return found
+            result.append(_SPELLINGS.get(token, re.sub(r"\s", "", token)))
+    return result
 
 
 def _word(word: str) -> list[str]:

@@ -67,70 +67,70 @@ def read_answer(text: str) -> str:
     """Return the LaTeX of the final answer: the text after `####` (GSM8K), in the last
     `\\boxed{}`, between delimiters, or the whole text. A quantity with a unit becomes a number.
     Raises ValueError with the reason if the text does not have exactly one answer."""
-    found = text.strip()
-    if len(found) > MAX_SOLUTION:
-        raise ValueError(f"has {len(found)} characters; the limit is {MAX_SOLUTION}")
-    if "####" in found:
-        found = found.rpartition("####")[2].strip()
-    elif (boxed := boxed_in(found)) is not None:
-        found = boxed.strip()
-    found = _without_delimiters(found).strip()
-    if (inside := _TEXT_ALONE.fullmatch(found)) and _AMOUNT.fullmatch(inside[1].strip()):
-        found = inside[1].strip()
+    answer = text.strip()
+    if len(answer) > MAX_SOLUTION:
+        raise ValueError(f"has {len(answer)} characters; the limit is {MAX_SOLUTION}")
+    if "####" in answer:
+        answer = answer.rpartition("####")[2].strip()
+    elif (boxed := boxed_in(answer)) is not None:
+        answer = boxed.strip()
+    answer = _without_delimiters(answer).strip()
+    if (inside := _TEXT_ALONE.fullmatch(answer)) and _AMOUNT.fullmatch(inside[1].strip()):
+        answer = inside[1].strip()
     # Thousands separators: 32,\!348 and 32{,}348.
-    found = re.sub(r"(?<=\d)(?:,\\!\s*|\{,\}|\\,)(?=\d{3}(?!\d))", ",", found.replace(r"\$", ""))
-    if len(found) > 1 and found.endswith(".") and "\n" not in found:
-        found = found[:-1]
-    found = found.lstrip("€£")
+    answer = re.sub(r"(?<=\d)(?:,\\!\s*|\{,\}|\\,)(?=\d{3}(?!\d))", ",", answer.replace(r"\$", ""))
+    if len(answer) > 1 and answer.endswith(".") and "\n" not in answer:
+        answer = answer[:-1]
+    answer = answer.lstrip("€£")
     # Ambiguous: math-verify would read 3:45 as a quotient, and 5-7 as -2.
-    if _TIME.fullmatch(found):
+    if _TIME.fullmatch(answer):
         raise ValueError(
             "is a time of day or a ratio: write a ratio as a fraction, a time as one number"
         )
-    if _OPTION.fullmatch(found):
+    if _OPTION.fullmatch(answer):
         raise ValueError("is an option with its text: write either the letter or the text")
-    if _RANGE.fullmatch(found):
+    if _RANGE.fullmatch(answer):
         raise ValueError(
             "is a range or a difference: write the value of a difference, or [5, 7] for a range"
         )
     # The limit on the length also limits the backtracking of the patterns.
-    if len(found) <= MAX_ANSWER and (amount := _AMOUNT.fullmatch(found)):
+    if len(answer) <= MAX_ANSWER and (amount := _AMOUNT.fullmatch(answer)):
         if multiple := _MULTIPLE.search(amount[2]):
             raise ValueError(f"has a number and the word {multiple.group()!r}: write one number")
-        found = amount[1]
+        answer = amount[1]
     elif (
-        len(found) <= MAX_ANSWER
-        and (amount := _MEASURE.fullmatch(found))
+        len(answer) <= MAX_ANSWER
+        and (amount := _MEASURE.fullmatch(answer))
         and not _MULTIPLE.search(amount[2])
         and (value := read(amount[1])) is not None
         and value.kind != "set"
     ):
-        found = amount[1]
+        answer = amount[1]
     # Write out both signs, which math-verify does not support everywhere.
-    if "\\pm" in found or "\\mp" in found:
-        found = ", ".join(_with_sign(found, *signs) for signs in ("+-", "-+"))
-    if re.fullmatch(NUMBER, found):
+    if "\\pm" in answer or "\\mp" in answer:
+        answer = ", ".join(_with_sign(answer, *signs) for signs in ("+-", "-+"))
+    if re.fullmatch(NUMBER, answer):
         # 1,000 is one number, not the set {1, 0}.
-        found = found.replace(",", "")
-    found = re.sub(r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", found)
-    found = re.sub(r"(?<=\d)[ _](?=\d{3}(?:[ _]\d{3})*$)", "", found)
-    found = found.replace(r"\varnothing", r"\emptyset")
-    if not found:
+        answer = answer.replace(",", "")
+    answer = re.sub(r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", answer)
+    answer = re.sub(r"(?<=\d)[ _](?=\d{3}(?:[ _]\d{3})*$)", "", answer)
+    answer = answer.replace(r"\varnothing", r"\emptyset")
+    if not answer:
         raise ValueError("has no answer")
-    if len(found) > MAX_ANSWER or _TOWER.search(found):
+    if len(answer) > MAX_ANSWER or _TOWER.search(answer):
         raise ValueError("is too large to evaluate")
-    if unsupported := _UNSUPPORTED.search(found):
+    if unsupported := _UNSUPPORTED.search(answer):
         raise ValueError(f"has {unsupported.group()!r}, which math-verify cannot parse")
 
-    if "\\" not in found and not re.search(r"\d", found) and _is_word(found):
-        return rf"\text{{{found}}}"
-    plain = TEXT_COMMAND.sub(" ", found)
+    if "\\" not in answer and not re.search(r"\d", answer) and _is_word(answer):
+        return rf"\text{{{answer}}}"
+    plain = TEXT_COMMAND.sub(" ", answer)
     words = [one for one in re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", plain) if _is_prose(one)]
     if len(words) > 1:
         raise ValueError("is a sentence, whose answer is ambiguous: write the answer alone")
     if words:
         raise ValueError(f"has the word {words[0]!r}: write the number or formula alone")
-    return found
+    return answer
 
 
 def _with_sign(text: str, plus_minus: str, minus_plus: str) -> str:
@@ -143,7 +143,7 @@ def _is_prose(word: str) -> bool:
     """Return True for a word. Up to three letters, such as `ab`, are a product of variables."""
     if word.lower() in _FUNCTIONS:
         return False
-    name = re.fullmatch("[A-Z][a-z]{2}", word) is not None  # Jan
+    name = re.fullmatch("[A-Z][a-z]{2}", word) is not None  # For example, Jan.
     return len(word) > 3 or name or word.lower() in SHORT_WORDS
 
 

@@ -172,22 +172,22 @@ def _parse_gold(latex: str) -> tuple[Any, ...]:
 def _gold_of(prompt: Prompt) -> tuple[str, list[Any]]:
     """Return the LaTeX of the prompt's `answer`, and the expressions that math-verify parses from
     it. Raises ColumnError."""
-    given = text_field(prompt, "answer")
+    written = text_field(prompt, "answer")
     try:
-        answer = read_answer(given)
+        answer = read_answer(written)
     except ValueError as error:
-        raise _unreadable(prompt, given, str(error)) from error
+        raise _unreadable(prompt, written, str(error)) from error
     gold = list(_parse_gold(answer))
     if not gold or any(str(one) in ("zoo", "nan") for one in gold):
-        raise _unreadable(prompt, given, "cannot be parsed by math-verify")
+        raise _unreadable(prompt, written, "cannot be parsed by math-verify")
     return answer, gold
 
 
-def _unreadable(prompt: Prompt, given: str, why: str) -> RewardError:
+def _unreadable(prompt: Prompt, written: str, why: str) -> RewardError:
     return ColumnError(
         f"prompt {prompt.id}",
         "answer",
-        f"{given[:120]!r} {why}",
+        f"{written[:120]!r} {why}",
         "write the final answer alone: a number, LaTeX, or text that ends in `#### ANSWER`",
     )
 
@@ -200,19 +200,19 @@ def _quiet() -> None:
 def _validate(prompt: Prompt, *, form: Form = "final") -> None:
     """Raise ColumnError for an answer that does not earn the reward itself, both in its normalized
     form and as written in the row."""
-    given = text_field(prompt, "answer")
+    written = text_field(prompt, "answer")
     try:
-        answer = read_answer(given)
+        answer = read_answer(written)
     except ValueError as error:
-        raise _unreadable(prompt, given, str(error)) from error
+        raise _unreadable(prompt, written, str(error)) from error
     # Plain numbers, the answers of most rows, always earn it. This saves time for large data sets.
     if _LITERAL.fullmatch(answer):
         return
     _gold_of(prompt)
-    alone = "####" not in given and boxed_in(given) is None
-    for response in (rf"\boxed{{{answer}}}", rf"\boxed{{{given}}}" if alone else given):
+    alone = "####" not in written and boxed_in(written) is None
+    for response in (rf"\boxed{{{answer}}}", rf"\boxed{{{written}}}" if alone else written):
         if math(prompt, response, form=form) != 1.0:
-            raise _unreadable(prompt, given, f"does not earn the reward as {response[-200:]!r}")
+            raise _unreadable(prompt, written, f"does not earn the reward as {response[-200:]!r}")
 
 
 REWARDS = {
