@@ -1,5 +1,5 @@
-"""Environments for tests: `Counting` counts its turns and fails as its prompt requests, and `agent`
-uses the client of OpenAI's package."""
+"""Environments of tests: an environment that counts its turns and misbehaves as its prompt
+requests, and an agent that uses the client of OpenAI's package."""
 
 import asyncio
 import json
@@ -18,8 +18,8 @@ from megatron_async_rl.samples import Prompt
 
 
 class Counting:
-    """Environment that returns `words`, and is done after `turns`. `fault`: its behaviour at the
-    second turn."""
+    """Environment that responds with `words` and ends after `turns`. The prompt's field `fault`
+    selects its behavior at the second turn."""
 
     def __init__(self, turns: int = 3, words: str = "w7 w8") -> None:
         self.turns, self.words = turns, words
@@ -75,14 +75,14 @@ class Counting:
 
 
 def leave(folder: Path) -> None:
-    """Start a process in a session of its own, which a signal to the process group does not reach.
-    Its pid is in the file `left`."""
+    """Start a process in a session of its own, which survives the signal to a process group. Its
+    number is in the file `left`."""
     program = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(3600)"
-    left = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
     )
-    assert left.stdout is not None
-    (folder / "left").write_bytes(left.stdout.readline())
+    assert process.stdout is not None
+    (folder / "left").write_bytes(process.stdout.readline())
 
 
 AGENT = {
@@ -95,42 +95,42 @@ WORDY = (
     "{% for m in messages %}{{ 'w11' if m.role == 'assistant' else 'w9' }} {{ m.content }} w10 "
     "{% endfor %}{% if add_generation_prompt %}w11 {% endif %}"
 )
-"""Chat template whose text consists of words of the tokenizer."""
+"""Chat template whose marks are words."""
 
 
 def agent(prompt: Prompt, base_url: str) -> float:
-    """Run three turns in a conversation, whose second turn is streamed and follows an update of the
-    weights; a turn in another conversation; and a third conversation, which exceeds the limit."""
+    """Run three turns in one thread, one turn in a second thread, and a third thread, which exceeds
+    the limit. The second turn is streamed, and new weights arrive before it."""
     folder, client = Path(prompt.fields["folder"]), OpenAI(base_url=base_url, api_key="unused")
     assert [model.id for model in client.models.list()] == ["policy"]
     create: Any = partial(client.chat.completions.create, model="policy", max_tokens=8)
     messages: list[Any] = [{"role": "user", "content": "w5 w6"}]
-    received: list[Any] = []
+    results: list[Any] = []
 
-    reply = create(messages=messages, logprobs=True, temperature=0.1)
-    received.append([one.logprob for one in reply.choices[0].logprobs.content])
-    messages += [reply.choices[0].message, {"role": "user", "content": "w7 w8"}]
+    answer = create(messages=messages, logprobs=True, temperature=0.1)
+    results.append([one.logprob for one in answer.choices[0].logprobs.content])
+    messages += [answer.choices[0].message, {"role": "user", "content": "w7 w8"}]
 
     (folder / "waiting").touch()
     while not (folder / "go").exists():
         time.sleep(0.01)
     chunks = list(create(messages=messages, stream=True, stream_options={"include_usage": True}))
-    received.append(chunks[-1].usage.completion_tokens)
+    results.append(chunks[-1].usage.completion_tokens)
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "w7"}]
 
-    received.append(create(messages=messages).usage.completion_tokens)
-    received.append(create(messages=[{"role": "user", "content": "w5"}]).usage.completion_tokens)
+    results.append(create(messages=messages).usage.completion_tokens)
+    results.append(create(messages=[{"role": "user", "content": "w5"}]).usage.completion_tokens)
     try:
         create(messages=[{"role": "user", "content": "w6"}])
     except BadRequestError as error:
-        received.append(error.body["message"])
-    (folder / "received").write_text(json.dumps(received))
+        results.append(error.body["message"])
+    (folder / "results").write_text(json.dumps(results))
     return 0.5
 
 
 class Waiting:
-    """Environment whose `step` and `close` are coroutines."""
+    """Environment whose methods are all `async`."""
 
     def reset(self, prompt: Prompt) -> list[dict[str, str]]:
         return [{"role": "user", "content": "hello"}]

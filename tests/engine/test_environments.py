@@ -1,5 +1,4 @@
-"""Samples of several turns from a vLLM engine that loads new weights, compared with
-transformers."""
+"""Multi-turn samples of a real engine that receives new weights, compared with transformers."""
 
 import itertools
 import json
@@ -46,13 +45,13 @@ def until(path: Path) -> None:
 
 
 def turns(sample: Sample) -> list[tuple[int, int]]:
-    """Return start and end of the sampled tokens of each turn."""
+    """Return the start and the end of the sampled tokens of each turn."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], sample.loss_mask, [0]))))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
 def segments(sample: Sample) -> list[Sample]:
-    """Return each segment as a sample whose prompt is the segment's context."""
+    """Return each segment as a sample of its own, whose prompt is the context of the segment."""
     if sample.segment_starts is None:
         return [sample]
     samples, edges = [], [0, *sample.segment_starts.tolist(), sample.length]
@@ -72,9 +71,9 @@ def segments(sample: Sample) -> list[Sample]:
     return samples
 
 
-def difference(engines: Engines, sample: Sample) -> float:
-    """Return the largest |log-prob of the engine - log-prob of transformers| of sampled tokens,
-    with the weights that sampled each turn."""
+def differs(engines: Engines, sample: Sample) -> float:
+    """Return the largest absolute difference between the log-probs of the engine and of
+    transformers for sampled tokens, each turn with the weights of its version."""
     largest = 0.0
     for start, end in turns(sample):
         (version,) = set(sample.versions[start:end].tolist())
@@ -86,7 +85,7 @@ def difference(engines: Engines, sample: Sample) -> float:
     return largest
 
 
-def test_an_update_during_a_step_of_an_environment_neither_waits_nor_affects_it(
+def test_an_update_during_a_tool_call_does_not_wait_for_it(
     engines: Engines, tmp_path: Path
 ) -> None:
     (handle,) = engines.handles
@@ -97,8 +96,8 @@ def test_an_update_during_a_step_of_an_environment_neither_waits_nor_affects_it(
     until(tmp_path / "waiting")
     for sample in sampled(handle, others):
         assert sample.versions.tolist() == [0] * sample.length
-        assert difference(engines, sample) < TOLERANCE
-    engines.publish(1)  # does not wait for the environment
+        assert differs(engines, sample) < TOLERANCE
+    engines.publish(1)  # Returns during the call.
     (tmp_path / "go").touch()
     (sample,) = outcomes(handle, [requests[0].id])
     assert isinstance(sample, Sample)
@@ -107,7 +106,7 @@ def test_an_update_during_a_step_of_an_environment_neither_waits_nor_affects_it(
     spans = turns(sample)
     assert len(spans) == TURNS
     assert [sample.versions[start] for start, _ in spans] == [0, 0, 1]
-    assert difference(engines, sample) < TOLERANCE
+    assert differs(engines, sample) < TOLERANCE
     for (_, end), (start, _) in itertools.pairwise(spans):
         assert sample.response_ids[end:start].tolist() == WORDS
         assert sample.behavior_logprobs[end:start].tolist() == [0.0, 0.0]
@@ -116,10 +115,10 @@ def test_an_update_during_a_step_of_an_environment_neither_waits_nor_affects_it(
     assert sample.text.count("[environment, reward") == TURNS
 
 
-def test_a_stop_string_ends_its_turn_and_may_occur_in_the_environments_content(
+def test_a_stop_string_ends_its_turn_and_may_occur_in_content(
     engines: Engines,
 ) -> None:
-    """Every sample has `7 w` in the content of its environment."""
+    """The content of every sample contains `7 w`."""
     samples = sampled(engines.handles[0], engines.requests([prompt_of(4, 9)], 16))
     stopped = 0
     for sample in samples:
@@ -130,23 +129,21 @@ def test_a_stop_string_ends_its_turn_and_may_occur_in_the_environments_content(
     assert stopped
 
 
-def test_a_sample_that_is_aborted_in_its_environment_starts_again(
-    engines: Engines, tmp_path: Path
-) -> None:
+def test_a_sample_aborted_in_its_environment_begins_again(engines: Engines, tmp_path: Path) -> None:
     (handle,) = engines.handles
     requests = engines.requests([prompt_of(5, 1, fault="waits", folder=str(tmp_path))], 1)
     submit(handle, requests)
     until(tmp_path / "waiting")
     abort(handle, [requests[0].id])
-    (aborted,) = outcomes(handle, [requests[0].id])
-    assert isinstance(aborted, Aborted)
-    assert aborted.partial is None
+    (cut,) = outcomes(handle, [requests[0].id])
+    assert isinstance(cut, Aborted)
+    assert cut.partial is None
     (tmp_path / "go").touch()
     (sample,) = sampled(handle, requests)
     assert len(turns(sample)) == TURNS
 
 
-def test_a_failed_environment_fails_only_its_sample_which_has_the_error(engines: Engines) -> None:
+def test_a_failing_environment_fails_its_sample_and_is_logged(engines: Engines) -> None:
     prompts = [prompt_of(5, 1, fault=fault) for fault in ("reset", "raises", None)]
     failed, raised, fine = sampled(engines.handles[0], engines.requests(prompts, 1))
     assert (failed.reward_error, failed.loss_mask.tolist()) == (
@@ -159,10 +156,8 @@ def test_a_failed_environment_fails_only_its_sample_which_has_the_error(engines:
     assert "KeyError: 'secret'" in engines.specs[0].reward_log.read_text()
 
 
-def test_a_sample_has_the_tokens_that_an_agents_openai_client_received_over_an_update(
-    engines: Engines, tmp_path: Path
-) -> None:
-    """This is the last test of the file, because the engine keeps the environment of the agent."""
+def test_a_sample_has_what_the_client_of_openai_received(engines: Engines, tmp_path: Path) -> None:
+    """The last test of the module, because it replaces the environment of the engine."""
     (handle,) = engines.handles
     give_environment(handle, AGENT, template=WORDY)
 
@@ -179,14 +174,14 @@ def test_a_sample_has_the_tokens_that_an_agents_openai_client_received_over_an_u
     first, second = segments(sample)
     assert first.prompt.token_ids == (9, 5, 6, 10, 11)
     assert second.prompt.token_ids == (9, 5, 10, 11)
-    logprobs, *counts, refused = json.loads((tmp_path / "received").read_text())
+    logprobs, *counts, refused = json.loads((tmp_path / "results").read_text())
     assert "segment 3 of the sample" in refused
     spans = turns(first)
     assert [end - start for start, end in spans + turns(second)] == [len(logprobs), *counts]
     assert [first.versions[start] for start, _ in spans] == [before, before + 1, before + 1]
     assert first.behavior_logprobs[: len(logprobs)].tolist() == pytest.approx(logprobs, abs=1e-6)
     for segment in (first, second):
-        assert difference(engines, segment) < TOLERANCE
+        assert differs(engines, segment) < TOLERANCE
     for words, (_, end), (start, _) in zip(([7, 8], [7]), spans, spans[1:], strict=False):
         ended = [] if first.response_ids[end - 1] == 0 else [10]
         assert first.response_ids[end:start].tolist() == [*ended, 9, *words, 10, 11]

@@ -1,10 +1,10 @@
-"""Tools for tests. The tools of a module are its public functions."""
+"""Tools of tests: the public functions of this module."""
 
-from math import gcd  # noqa: F401 - a function of another module, so it is not a tool
+from math import gcd  # noqa: F401 - not a tool, because another module defines it
 
 
 def add(a: int, b: int) -> int:
-    """Adds."""
+    """Add two numbers."""
     return _plus(a, b)
 
 

@@ -213,7 +213,7 @@ def test_a_regex_that_backtracks_forever_fails_only_its_response(
             await asyncio.sleep(0)
         during = turns
         (pool,) = scorer.pools
-        pool.called = replace(pool.called, timeout_s=300.0)
+        pool.limits = replace(pool.limits, timeout_s=300.0)
         return await stuck, during, await scorer.score(prompt(), "four")
 
     stuck, during, after = scored_by(config(module, timeout_s=1, workers=1), work, new_loop)
@@ -649,7 +649,7 @@ def test_math_names_an_answer_that_it_cannot_read() -> None:
         return await scorer.score(unreadable, "42")
 
     error = scored_by(RewardConfig(name="math", workers=1, timeout_s=600), work).error
-    assert r"prompt p7: `answer` '\\text{}' is not readable by math-verify" in str(error)
+    assert r"prompt p7: `answer` '\\text{}' cannot be parsed by math-verify" in str(error)
 
 
 def test_a_reward_that_takes_lists_gets_all_waiting_responses_in_one_call(module: str) -> None:
@@ -706,7 +706,7 @@ def test_a_failed_call_of_an_async_reward_affects_no_other_call(
     async def work(scorer: Scorer) -> list[Scored]:
         (pool,) = scorer.pools
         scored = await asyncio.gather(*(scorer.score(prompt(), x) for x in (response, "a", "b")))
-        pool.called = replace(pool.called, timeout_s=300.0)
+        pool.limits = replace(pool.limits, timeout_s=300.0)
         return [*scored, await scorer.score(prompt(), "c")]
 
     settings = RewardConfig(name=f"{module}:meet", workers=1, timeout_s=1)
