@@ -283,12 +283,12 @@ def test_a_study_that_breaks_off_ends_its_runs(
     grid = write_grid(tmp_path, seeds=(9,))
     started_runs = []
 
-    def look(one: study_module._StartedRun) -> None:
+    def poll(one: study_module._StartedRun) -> None:
         if (tmp_path / "study" / "waits").exists():
             started_runs.append(one.process)
             raise BrokenPipeError
 
-    monkeypatch.setattr(study_module._StartedRun, "look", look)
+    monkeypatch.setattr(study_module._StartedRun, "poll", poll)
     with pytest.raises(BrokenPipeError):
         run_study(grid, "fresh")
     [process] = started_runs
