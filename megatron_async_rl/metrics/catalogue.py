@@ -292,8 +292,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "opob/baseline": Metric("reward", "Mean over samples of their group's baseline."),
             "opob/shift": Metric(
                 "reward",
-                "Mean over samples of |b - mean reward of the group|, with baseline b: the effect of"
-                " the measured weights.",
+                "Mean over samples of |b - mean reward of the group|, where b is the baseline: the"
+                " effect of the measured weights.",
             ),
         },
     ),
@@ -327,8 +327,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "gac/to_zero": Metric(
                 "0 or 1",
-                "1: the gradient was parallel to the previous one within rounding, so the projection"
-                " removed the whole aligned component, regardless of `target`.",
+                "1: the gradient was parallel to the previous one within rounding, so the"
+                " projection removed the whole aligned component, regardless of `target`.",
             ),
             "gac/kept": Metric("steps", "Number of steps kept so far in the run.", "total"),
             "gac/projected": Metric(
@@ -357,13 +357,13 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "matched_norm/scale": Metric(
                 "factor",
-                "Factor applied to the clipped gradient: |g'| / |g| of the projection that gac would"
-                " make.",
+                "Factor applied to the clipped gradient: |g'| / |g| of the projection that gac"
+                " would make.",
             ),
             "matched_lr/scale": Metric(
                 "factor",
-                "Factor applied to the learning rate so that the mean norm of the update matches the"
-                " target.",
+                "Factor applied to the learning rate so that the mean norm of the update matches"
+                " the target.",
             ),
             "momentum/cosine": Metric(
                 "cosine",
@@ -377,8 +377,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "displacement/removed": Metric(
                 "share",
-                "Length of the component removed from the update, relative to the update: |u - u'| /"
-                " |u|.",
+                "Length of the component removed from the update, relative to the update:"
+                " |u - u'| / |u|.",
             ),
             "ess_lr/scale": Metric(
                 "factor",
@@ -485,8 +485,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "weights/relay_s": Metric(
                 "s",
                 "Time until the slowest receiver had the complete, verified version (with"
-                " `weights.transport: relay` or `collective`). A receiver is another machine, or an"
-                " engine with its own copy.",
+                " `weights.transport: relay` or `collective`). A receiver is another machine, or"
+                " the memory of an engine.",
             ),
             "weights/relay_bytes": Metric(
                 "bytes",
