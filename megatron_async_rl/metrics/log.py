@@ -222,7 +222,7 @@ class MetricsReader:
         """Names of metrics that are single numbers."""
         self._step = 0
         """Step of the last line."""
-        self.left_out = set[str]()
+        self.omitted = set[str]()
         """Names of omitted metrics, which had another kind when they were written."""
 
     def new_rows(self) -> NewRows:
@@ -264,7 +264,7 @@ class MetricsReader:
                 read = self._value(key, value)
                 if read is None:
                     del row[key]
-                    self.left_out.add(key)
+                    self.omitted.add(key)
                 else:
                     row[key] = read
             # Check the step after the values, whose errors name the metric.

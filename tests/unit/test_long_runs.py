@@ -52,7 +52,7 @@ before = peak()
 run = read_run(run_dir)
 page = page_of(run)
 found |= {"report_peak": peak() - before, "page": len(page.as_html()), "steps": run.summary.steps}
-found |= {"trained": run.summary.trained, "anomalies": dict(run.found), "kept": len(run.rows)}
+found |= {"trained": run.summary.trained, "anomalies": dict(run.anomaly_counts), "kept": len(run.rows)}
 norm = next(panel for panel in page.panels if panel.title.startswith("Gradient norm"))
 found["spike"] = [float(norm.curves[0].x[norm.curves[0].y.argmax()]), norm.curves[0].y.max()]
 print(json.dumps(found))

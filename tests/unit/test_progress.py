@@ -177,7 +177,7 @@ def test_an_anomaly_of_the_gradient_is_warned_of(terminal: Run) -> None:
         add_anomaly(terminal, step, norm)
     progress.close()
     shown = " ".join(terminal.shown.replace("│", " ").split())
-    assert "warning: step 3: Gradient far outside the run's history, norm 1,798 against" in shown
+    assert "warning: step 3: Gradient far outside the run's history, norm 1,798, median" in shown
     assert "samples 7/0 (2 anomalies so far)" in shown
 
 
@@ -189,8 +189,8 @@ def test_a_pipe_has_each_warning_once(pipe: Run) -> None:
         progress.update()
     progress.close()
     assert [line for line in pipe.shown.splitlines() if line.startswith("warning")] == [
-        "warning: step 2: Gradient far outside the run's history, norm 50 against a median of 2.1,"
-        " most of it in w; samples 7/0",
+        "warning: step 2: Gradient far outside the run's history, norm 50, median 2.1, mostly in w;"
+        " samples 7/0",
         "warning: step 3: Loss, gradient or reward that is not finite, the step was not applied",
     ]
 

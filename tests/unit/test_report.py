@@ -265,7 +265,7 @@ def test_a_run_whose_engines_were_counted_shows_what_each_did(tmp_path: Path, st
         "In flight per engine",
         "Weights of each engine",
     } <= drawn.keys()
-    timeline = drawn[f"What each process did, last {min(steps, 12)} steps"]
+    timeline = drawn[f"Activity of each process, last {min(steps, 12)} steps"]
     assert timeline["names"] == ["rank 0", "engine-0"]
     assert [1, 0.0, 9.0, "green"] in timeline["bars"], "engine 0 is busy for nine seconds"
     run_data = read_run(tmp_path / "fleet")
@@ -281,14 +281,14 @@ def test_a_run_whose_engines_were_counted_shows_what_each_did(tmp_path: Path, st
     }
 
 
-def test_what_was_dropped_stands_against_what_was_trained_on(tmp_path: Path) -> None:
+def test_dropped_responses_are_compared_with_the_trained_ones(tmp_path: Path) -> None:
     run = fleet_run(tmp_path / "dropping", 5)
     dropped = read_run(run).dropped
     assert dropped is not None
     assert (
         dropped.sentence
-        == "9 responses were dropped (5 groups late): mean length 60.0 tokens against 20.0, mean"
-        " reward 0.250 against 0.500 of those trained on"
+        == "9 responses were dropped (groups: 5 late): mean length 60.0 tokens (trained on: 20.0),"
+        " mean reward 0.250 (trained on: 0.500)"
     )
     assert read_run(fleet_run(tmp_path / "waiting", 5, dropped=False)).dropped is None
 
@@ -369,7 +369,7 @@ def test_the_page_begins_with_the_reward_and_ends_with_the_settings(tmp_path: Pa
             "EngineFailed: no <memory>",
             'id="first"',
             "40 of 80</b><small>steps",
-            "What went wrong",
+            "Anomalies and dropped responses",
             'id="panels"',
             "<details",
             "path: /models/<tiny>",
@@ -386,7 +386,8 @@ def test_the_tables_show_the_result_and_the_speed_of_the_run(tmp_path: Path) -> 
     assert tables["Result"]["gradients projected"] == "14"
     assert tables["Speed"]["throughput"] == "1,000 tokens/s"
     assert [
-        tables["Speed"][f"of it {name}"] for name in ("training", "publishing", "waiting", "other")
+        tables["Speed"][f"share of the time: {name}"]
+        for name in ("training", "publishing", "waiting", "other")
     ] == [
         "60.0%",
         "10.0%",
@@ -434,7 +435,7 @@ def test_every_kind_of_anomaly_is_found_at_its_step(tmp_path: Path) -> None:
             (
                 2,
                 "gradient",
-                "norm 1,798 against a median of 2.1, most of it in w; samples 7/0",
+                "norm 1,798, median 2.1, mostly in w; samples 7/0",
             ),
             (3, "engine", "1 of 2 engines left"),
             (3, "skipped", "no optimizer step"),
@@ -442,7 +443,7 @@ def test_every_kind_of_anomaly_is_found_at_its_step(tmp_path: Path) -> None:
             (4, "engine", "1 restart"),
             (5, "reward", "3 samples"),
             (5, "dropped", "4 groups"),
-            (6, "resumed", "counts began again"),
+            (6, "resumed", "the counters restarted"),
         )
     ]
     assert steps_text([1, 2, 3, 7, 9, 10]) == "1–3, 7, 9–10"

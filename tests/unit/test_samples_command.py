@@ -43,7 +43,7 @@ def ids(*arguments: object) -> list[str]:
 def test_the_newest_few_are_shown_by_default(tmp_path: Path) -> None:
     result = mar(logged_run(tmp_path))
     assert result.exit_code == 0
-    assert "not trained on so far · reward 5.3 · sample 5-3 · prompt sum-5" in result.stdout
+    assert "not trained on yet · reward 5.3 · sample 5-3 · prompt sum-5" in result.stdout
     assert "response: answer 8" in result.stdout
     assert ids(tmp_path) == ["5-3", "5-2", "5-1", "5-0", "4-3"]
 
@@ -99,7 +99,7 @@ def test_json_has_the_whole_sample(tmp_path: Path) -> None:
     assert (line["state"], line["steps"], line["lag"]) == ("trained", [4], 1)
     assert (line["prompt_ids"], line["response_ids"]) == ([5, 6], [7, 8])
     assert line["behavior_logprobs"] == [-0.5, -0.25]
-    assert "3,000 more characters; --json has all" in mar(tmp_path, "--step", 4).stdout
+    assert "3,000 more characters (use --json" in mar(tmp_path, "--step", 4).stdout
 
 
 @pytest.mark.parametrize("width", [30, 200])
@@ -118,8 +118,8 @@ def test_a_narrow_terminal_breaks_lines_and_loses_nothing(tmp_path: Path, width:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--step", "99"], "no sample of step 99\n  fix: its log holds step 1 to 5"),
-        (["--step", "1", "--eval"], "no sample of version 1\n  fix: its log holds version 0"),
+        (["--step", "99"], "no sample of step 99\n  fix: name a step in the log: 1 to 5"),
+        (["--step", "1", "--eval"], "no sample of version 1\n  fix: name a version in the log: 0"),
         (["--best", "1", "--worst", "1"], "--worst and --best\n  exclude each other"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_missing_file_or_step_is_reported_with_its_fix(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, "holds no run"),
+        (None, "is not a run"),
         ({"run": {}, "rollout": None}, "is a supervised run"),
         ({"rollout": {}, "samples": {"keep_mib": 0}}, "samples.keep_mib: 0"),
         ({"rollout": {}}, "has no samples yet"),
@@ -173,9 +173,9 @@ def test_samples_that_made_room_are_counted(tmp_path: Path) -> None:
         path_of(tmp_path / FOLDER, table, 0).unlink()  # type: ignore[arg-type]
     shown = mar(tmp_path, "--step", 1).stdout
     assert "sample 0-1" in shown
-    assert "1 more of them are no longer kept" in shown
+    assert "1 more are no longer in the log" in shown
     path_of(tmp_path / FOLDER, "samples", 1).unlink()
-    assert "keeps the samples of step 1 no longer" in mar(tmp_path, "--step", 1).output
+    assert "no longer has the samples of step 1" in mar(tmp_path, "--step", 1).output
 
 
 # Untrusted text
@@ -273,7 +273,7 @@ def test_a_config_that_was_damaged_is_named(tmp_path: Path, text: bytes, what: s
     config = sampled_run(tmp_path, 2) / "config.yaml"
     config.write_bytes(text)
     for result in (report(tmp_path), mar(tmp_path)):
-        assert is_one_problem(result, config, "is not a configuration: "), result.output
+        assert is_one_problem(result, config, "is not a valid config: "), result.output
         assert what in result.output
 
 
@@ -291,10 +291,10 @@ def test_a_page_reports_missing_settings_and_samples(tmp_path: Path) -> None:
     assert report(run_dir).exit_code == 0
     page = (run_dir / "report.html").read_text()
     assert "The samples folder of the run is missing" in page
-    assert "holds no config.yaml" not in page
+    assert "has no config.yaml" not in page
     (run_dir / "config.yaml").unlink()
     assert report(run_dir).exit_code == 0
-    assert "holds no config.yaml" in (run_dir / "report.html").read_text()
+    assert "has no config.yaml" in (run_dir / "report.html").read_text()
 
 
 @looped(
@@ -372,7 +372,7 @@ def test_of_an_open_segment_that_was_cut_off_what_is_whole_is_shown(tmp_path: Pa
     assert "lost in a crash" in mar(tmp_path, "--best", 1).output
     assert report(tmp_path).exit_code == 0
     page = (tmp_path / "report.html").read_text()
-    assert "The samples folder of the run is missing, or holds none" in page
+    assert "The samples folder of the run is missing, or contains no sample" in page
 
 
 @pytest.mark.parametrize("table", ["samples", "outcomes"])
@@ -388,7 +388,7 @@ def test_a_segment_that_is_none_is_named(
             assert is_one_problem(result, path, what), result.output
         assert report(tmp_path).exit_code == 0, "a run's report has more than its samples"
         page = (tmp_path / "report.html").read_text()
-        assert f"They cannot be shown. {path} {what}" in page
+        assert f"The samples cannot be shown. {path} {what}" in page
 
 
 OTHER: dict[str, Literal["samples", "outcomes"]] = {"samples": "outcomes", "outcomes": "samples"}
