@@ -321,11 +321,11 @@ def samples(
     the newest few."""
     from megatron_async_rl.report.samples import SampleQuery, choose, print_samples
 
-    query = SampleQuery(
+    wanted = SampleQuery(
         step=step, worst=worst, best=best, random=random, seed=seed, held_out=held_out
     )
     # Reads the log only, so it is safe while the run continues.
-    print_samples(choose(run, query), console(), as_json=as_json)
+    print_samples(choose(run, wanted), console(), as_json=as_json)
 
 
 @app.command()
