@@ -329,7 +329,7 @@ def test_a_pipe_receives_one_plain_line_per_change(
     assert "step 2/50" in second
 
 
-def test_failed_rewards_are_reported_during_and_after_the_run(
+def test_rewards_that_fail_are_reported_during_and_after_the_run(
     terminal: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_module, "PLAIN_EVERY_S", 0.0)
