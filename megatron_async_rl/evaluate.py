@@ -172,11 +172,10 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
     named = named.absolute()
 
     def target(checkpoint: Path | None, version: int, result: Path) -> EvalTarget:
-        found = EvalTarget(
-            named=named, checkpoint=checkpoint, version=version, result=(out or result).absolute()
-        )
-        _require_writable(found, "--out", found.result)
-        return found
+        file = (out or result).absolute()
+        weights = EvalTarget(named=named, checkpoint=checkpoint, version=version, result=file)
+        _require_writable(weights, "--out", file)
+        return weights
 
     # The user may name the folder of any step, not only the newest.
     if is_step(named):
@@ -191,24 +190,26 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
         require_export(named, "CHECKPOINT")
         # The result must not be written to the hub's cache.
         on_hub = name_of(named)
-        where = Path.cwd() if on_hub else named.parent
-        called = on_hub.removeprefix("hf://").replace("/", "--") if on_hub else named.name
-        return target(None, 0, where / f"eval_{called}.json")
+        folder = Path.cwd() if on_hub else named.parent
+        name = on_hub.removeprefix("hf://").replace("/", "--") if on_hub else named.name
+        return target(None, 0, folder / f"eval_{name}.json")
     what = (
         "is not a directory"
         if not named.is_dir()
         else "contains neither a checkpoint nor a Hugging Face model"
     )
-    near = "checkpoint" if (named / "checkpoint" / "latest").is_file() else ""
+    # The user may have named the run directory instead of its folder of checkpoints.
+    is_run = (named / "checkpoint" / "latest").is_file()
     fix = (
-        f"name {named / near}"
-        if near
+        f"name {named / 'checkpoint'}"
+        if is_run
         else "name RUN/checkpoint, a step_* folder in it, or a Hugging Face directory"
     )
     raise ConfigError(str(named), [Problem(key="CHECKPOINT", what=f"{named} {what}", fix=fix)])
 
 
 def _require_writable(target: EvalTarget, option: str, file: Path) -> None:
+    """Raise ConfigError if `file`, which `option` sets, cannot be written."""
     folder = file.parent
     # The evaluation replaces an existing file, but never a folder.
     if file.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
@@ -255,6 +256,8 @@ def _held_out(
     model: Path,
     sets: Sequence[EvalSet],
 ) -> list[HeldOut]:
+    """Return the sets with their prompts, after checking the model, the rewards and the
+    environment. Raises ConfigError."""
     shape, problems = read_model(model)
     if shape is not None:
         # vLLM would detect this problem only at the first request.
@@ -278,14 +281,15 @@ def _held_out(
         raise _refused(target, error.where, error.what, error.fix) from error
     except DataError as error:
         raise ConfigError(str(target.named), [error.problem("model.path")]) from error
-    found = []
+    held_out = []
     for one in sets:
         room = limit - one.sampling.max_tokens
         try:
-            found.append(read_held_out(config.data, one, tokenizer, required=required, room=room))
+            prompts = read_held_out(config.data, one, tokenizer, required=required, room=room)
         except DataError as error:
             raise ConfigError(str(target.named), [error.problem(one.path_key)]) from error
-    return found
+        held_out.append(prompts)
+    return held_out
 
 
 def _refused(target: EvalTarget, key: str, what: str, fix: str) -> ConfigError:
@@ -417,14 +421,14 @@ async def _evaluate(
         await fleet.close(STOP_ENGINES_S)
 
 
-def write_responses(job: EvalJob, answers: EvalResponses) -> None:
+def write_responses(job: EvalJob, responses: EvalResponses) -> None:
     """Write one JSON object per response, in the order of the prompts. The result is a data file
     (docs/data.md) with the columns of the prompt's row and the fields of the response."""
     if job.responses is None:
         return
     sets = [one.name for one in job.held_out for _ in one.prompts]
     lines = []
-    for name, (prompt, rows) in zip(sets, answers, strict=True):
+    for name, (prompt, rows) in zip(sets, responses, strict=True):
         for sample in (row.sample() for row in rows):
             parts = sample.reward_parts
             line = {
@@ -445,6 +449,7 @@ def write_responses(job: EvalJob, answers: EvalResponses) -> None:
 
 
 def _content(job: EvalJob, result: EvalResult) -> dict[str, Any]:
+    """Return the result with its settings, as plain JSON values."""
     target = job.target
     # Keep the first set at the top level, where programs that read a single set expect it.
     first, *others = (_settings(one) for one in job.sets)

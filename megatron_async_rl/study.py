@@ -230,8 +230,8 @@ def study(
         lock = stack.enter_context(lock_run_dir(grid.runs, command="mar study", key="runs"))
         outcomes = {run.name: outcome_of(run) for run in runs}
         again = ("waiting", "stopped", "failed") if retry else ("waiting", "stopped")
-        left = [run for run in runs if outcomes[run.name].state in again]
-        console.print(Text(f"{path}: {len(runs)} runs, {len(left)} to do"), soft_wrap=True)
+        remaining = [run for run in runs if outcomes[run.name].state in again]
+        console.print(Text(f"{path}: {len(runs)} runs, {len(remaining)} to do"), soft_wrap=True)
         interrupts = stack.enter_context(deferred_signals())
         live = None
         if console.is_terminal:
@@ -240,9 +240,9 @@ def study(
         stack.callback(_end, active, interrupts)
         drawn_at = time.monotonic()
         # After a signal the study starts no run, and waits for the active runs.
-        while active or (left and not interrupts):
-            while left and len(active) < jobs and not interrupts:
-                run = left.pop(0)
+        while active or (remaining and not interrupts):
+            while remaining and len(active) < jobs and not interrupts:
+                run = remaining.pop(0)
                 steps = configs[run.name].run.steps
                 active.append(_StartedRun(run, grid.base, steps, jobs=jobs, lock=lock))
                 outcomes[run.name] = StudyOutcome(state="running", step=0)
@@ -255,10 +255,10 @@ def study(
                 if forwarded == 1:
                     console.print("Stopping after this step. Press Ctrl-C again to stop at once.")
             if live is not None:
-                live.update(_live_table(active, left, outcomes, durations, jobs), refresh=True)
+                live.update(_live_table(active, remaining, outcomes, durations, jobs), refresh=True)
             elif time.monotonic() - drawn_at > PLAIN_EVERY_S:
                 drawn_at = time.monotonic()
-                console.print(_counts(outcomes, left, durations, jobs), highlight=False)
+                console.print(_counts(outcomes, remaining, durations, jobs), highlight=False)
             time.sleep(POLL_S)
             for one in active:
                 one.poll()
@@ -268,7 +268,7 @@ def study(
                 durations.append(one.seconds)
                 _report(console, one, outcome)
     console.print(_summary(runs, outcomes))
-    console.print(_counts(outcomes, left, durations, jobs), highlight=False)
+    console.print(_counts(outcomes, remaining, durations, jobs), highlight=False)
     if interrupts:
         console.print("Stopped. Run the same command again to continue.")
         return INTERRUPTED
@@ -298,26 +298,31 @@ def _report(console: Console, one: _StartedRun, outcome: StudyOutcome) -> None:
 
 def _counts(
     outcomes: Mapping[str, StudyOutcome],
-    left: Sequence[StudyRun],
+    remaining: Sequence[StudyRun],
     durations: Sequence[float],
     jobs: int,
 ) -> str:
     states = [one.state for one in outcomes.values()]
     parts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
-    if durations and left:
-        parts.append(f"about {span(sum(durations) / len(durations) * len(left) / jobs)} left")
+    if durations and remaining:
+        parts.append(f"about {span(sum(durations) / len(durations) * len(remaining) / jobs)} left")
     return ", ".join(parts)
 
 
 def _live_table(
     active: Sequence[_StartedRun],
-    left: Sequence[StudyRun],
+    remaining: Sequence[StudyRun],
     outcomes: Mapping[str, StudyOutcome],
     durations: Sequence[float],
     jobs: int,
 ) -> Table:
     table = Table(
-        "run", "step", "latest", "cosine", "time", caption=_counts(outcomes, left, durations, jobs)
+        "run",
+        "step",
+        "latest",
+        "cosine",
+        "time",
+        caption=_counts(outcomes, remaining, durations, jobs),
     )
     for one in active:
         cosine = number(one.last, "gac/cosine")

@@ -51,6 +51,8 @@ WRITE_WAIT_SHARE = 0.8
 
 
 def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background) -> None:
+    """Train until `run.steps` or a requested stop, then save a checkpoint and, at the end of the
+    run, export the model. `writing` writes checkpoints in the background."""
     directory, rank0 = config.run.dir, rank.rank0
     with watch.phase("starting model and engines", quiet_s(config)):
         policy = Policy.build(
@@ -65,11 +67,11 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
             anomalies=directory / ANOMALIES,
         )
         rank.memory = policy.memory
-        own = config.engine_dtype == config.model.dtype
+        same_dtype = config.engine_dtype == config.model.dtype
         exporter = WeightExporter(
             policy.model.bridge,
             policy.model.chunks,
-            dtype=None if own else DTYPES[config.engine_dtype],
+            dtype=None if same_dtype else DTYPES[config.engine_dtype],
         )
         rank.stage_from(exporter)
         resumed = policy.load(directory / "checkpoint")
@@ -135,8 +137,8 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         files = WeightExporter(policy.model.bridge, policy.model.chunks)
         export_hf(files, config.model.path, directory / "hf")
         export_adapter(policy.model, directory / "adapter")
-    lost = policy.step.nonfinite
-    rank0.set_status("finished", f"{lost} optimizer steps were not finite" if lost else "")
+    skipped = policy.step.nonfinite
+    rank0.set_status("finished", f"{skipped} optimizer steps were not finite" if skipped else "")
 
 
 def quiet_s(config: Config) -> float:
@@ -147,6 +149,7 @@ def quiet_s(config: Config) -> float:
 
 
 def main(config_path: Path) -> int:
+    """Run this rank of `mar train`; return the exit code."""
     config = load(config_path)
     directory, timeout_s, rank = config.run.dir, config.watchdog.timeout_s, device.launched_rank()
     log = directory / "logs" / f"rank_{rank}.log"
