@@ -33,7 +33,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, parse_value
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.data.tokenizer import load_tokenizer
-from megatron_async_rl.plan.held_out import MOST, Split, split_off
+from megatron_async_rl.plan.held_out import MAX_HELD_OUT, Split, split_off
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.preflight import preflight
@@ -181,7 +181,7 @@ def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
 
 
 def _of_split(split: Split) -> str:
-    maximum = f" (at most {MOST} prompts)" if split.held_out_rows >= MOST else ""
+    maximum = f" (at most {MAX_HELD_OUT} prompts)" if split.held_out_rows >= MAX_HELD_OUT else ""
     return (
         f"rows held out: {split.held_out_rows}{maximum}, trained on: {split.train_rows}; rows with"
         " the same prompt are on one side"

@@ -150,7 +150,7 @@ def test_rates_are_of_busy_seconds_and_leave_out_the_start_and_a_stop() -> None:
     )
 
 
-def test_the_update_per_learning_rate_is_that_of_the_steps_made() -> None:
+def test_the_update_per_learning_rate_excludes_steps_without_an_update() -> None:
     assert update_per_lr(measured_rows()) == pytest.approx(40.0)
     assert (
         update_per_lr(
@@ -160,12 +160,12 @@ def test_the_update_per_learning_rate_is_that_of_the_steps_made() -> None:
     )
 
 
-def test_the_update_per_learning_rate_leaves_out_the_steps_of_a_batch_that_were_not_made() -> None:
+def test_the_update_per_learning_rate_excludes_skipped_optimizer_steps() -> None:
     row = {"step": 1, "policy/lr": 1e-3, "policy/skipped": 0.75, "update/norm": 0.02 / 4}
     assert update_per_lr([row]) == pytest.approx(20.0)
 
 
-def test_rates_of_a_smaller_batch_are_scaled_to_this_one(tmp_path: Path) -> None:
+def test_rates_are_scaled_to_the_batch_of_the_config(tmp_path: Path) -> None:
     run = tmp_path / "measured"
     run.mkdir()
     rates = measure(measured_rows())
@@ -173,7 +173,7 @@ def test_rates_of_a_smaller_batch_are_scaled_to_this_one(tmp_path: Path) -> None
     config = load(write_run(tmp_path), ["rollout.engines=3"])
     text = expected_overlap(config, rates, run)
     assert "generate 5 s, train 4 s, publish 0.5 s" in text
-    assert "scaled" not in text
+    assert "scaled by" not in text
     tree = config_tree()
     tree["flow"]["group_size"] = 1
     tree["policy"]["parallel"]["ranks"] = 4
@@ -208,29 +208,29 @@ def test_the_planning_rule_names_its_quantities_and_their_product(tmp_path: Path
             ("flow.async_ratio=4", "flow.selection={name: exact_lag, lag: 4}"),
             "lag        exactly 4: every sample trains 4 updates",
         ),
-        (("flow.selection={name: windowed, window: 0.5}",), "while fewer than 6 older ones wait"),
+        (("flow.selection={name: windowed, window: 0.5}",), "while fewer than 6 older groups wait"),
         (
             ("flow.late=drop",),
             "late       drop: when a group that has to train now is still running, it is dropped",
         ),
         (
             ("flow.oversample=0.5", "flow.selection=windowed", "flow.async_ratio=1.5"),
-            "oversample 0.5 x 4 of those prompts are beyond what async_ratio requests",
+            "oversample 0.5 x 4 of those prompts exceed what async_ratio requests",
         ),
         (
             ("rollout.in_flight=recompute",),
-            "in flight  recompute: running responses continue under new weights, which read",
+            "in flight  recompute: running responses continue under new weights, which recompute",
         ),
-        (("rollout.placement=colocated",), "placement  colocated: engines and policy take turns"),
+        (("rollout.placement=colocated",), "placement  colocated: engines and policy alternate"),
     ],
 )
-def test_every_setting_of_the_flow_is_on_the_screen_in_words(
+def test_the_plan_describes_every_setting_of_the_flow(
     tmp_path: Path, changes: tuple[str, ...], words: str
 ) -> None:
     assert words in staleness_law(load(write_run(tmp_path), changes))
 
 
-def test_nothing_is_in_flight_where_engines_stand_still(tmp_path: Path) -> None:
+def test_no_response_is_in_flight_in_a_synchronous_run(tmp_path: Path) -> None:
     assert "in flight" not in staleness_law(load(write_run(tmp_path), ["flow.async_ratio=0"]))
 
 

@@ -315,8 +315,8 @@ MIXTURE = {
             "does not divide both the 4 experts of a layer and the 3 ranks",
         ),
         (["ranks=4", "pipeline=2", "expert=4"], ["expert"], "and the 2 ranks of a pipeline stage"),
-        (["ranks=2", "tensor=2", "sequence=true"], ["expert"], "expert is 1"),
-        (["ranks=2", "tensor=2", "expert=2"], ["sequence"], "divides tokens over those ranks"),
+        (["ranks=2", "tensor=2", "sequence=true"], ["expert"], "requires a value above 1"),
+        (["ranks=2", "tensor=2", "expert=2"], ["sequence"], "with tensor parallelism requires it"),
     ],
 )
 def test_experts_are_divided_over_the_ranks_of_a_stage(tmp_path, layout, wrong, named):
@@ -599,7 +599,7 @@ def test_a_missing_shard_of_the_weights_is_a_problem(file):
 def test_weights_in_another_format_are_a_problem(file):
     (file.parent / "model" / "model.safetensors").rename(file.parent / "model" / "weights.bin")
     (problem,) = plan(file).problems
-    assert "holds no *.safetensors weights" in problem.what
+    assert "contains no *.safetensors weights" in problem.what
 
 
 def test_ranks_and_engines_each_take_a_gpu(file):
@@ -641,7 +641,7 @@ def test_over_several_nodes_each_has_its_share_of_the_ranks_and_the_first_the_en
     ]
     (problem,) = plan(file, *overrides, "rollout.engines=5", machine=two).problems
     assert problem.what == "4 ranks a node and 5 engines need 9 GPUs, and a node has 8"
-    assert "weights.transport: relay" in problem.fix
+    assert "set weights.transport to relay" in problem.fix
     (problem,) = plan(file, "policy.parallel.ranks=1", machine=replace(LAPTOP, nodes=2)).problems
     assert problem.what == "1 rank does not divide over 2 nodes (--nnodes)"
     assert problem.fix == "set ranks to a multiple of 2, or change --nnodes"
@@ -663,7 +663,7 @@ def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):
         "GPU 6-7",
     ]
     (problem,) = plan(file, *overrides[:3], "rollout.engines=3", machine=NODE).problems
-    assert problem.what == "4 ranks and 3 engines of 2 GPUs need 10 GPUs, and this machine shows 8"
+    assert problem.what == "4 ranks and 3 engines of 2 GPUs need 10 GPUs, and this machine has 8"
     (problem,) = plan(file, "rollout.tensor=3").problems
     assert problem.key == "rollout.tensor"
     assert "3 does not divide the model's 4 attention heads and 2 key-value heads" in problem.what
@@ -691,7 +691,7 @@ def test_the_stages_of_an_engine_multiply_its_gpus_and_divide_its_layers(file):
     assert engine.device == "GPU 4-7"
     assert "4 workers" in engine.kind
     (problem,) = plan(file, *overrides, "rollout.engines=2", machine=NODE).problems
-    assert problem.what == "4 ranks and 2 engines of 4 GPUs need 12 GPUs, and this machine shows 8"
+    assert problem.what == "4 ranks and 2 engines of 4 GPUs need 12 GPUs, and this machine has 8"
     assert "rollout.engines, rollout.tensor or rollout.pipeline;" in problem.fix
     shape, _ = read_model(load(file).model.path)
     left_out = shape.layer_sharded + shape.layer_replicated  # a layer, and one of the two tables
@@ -709,7 +709,7 @@ def test_the_stages_of_an_engine_multiply_its_gpus_and_divide_its_layers(file):
 def test_engines_divide_only_experts_that_there_are_and_quantise_none_on_a_cpu(file, tmp_path):
     divided = ("rollout.tensor=2", "rollout.vllm.enable_expert_parallel=true")
     (problem,) = plan(file, *divided).problems
-    assert problem.what == "2 workers to divide the model's 0 experts"
+    assert problem.what == "2 workers cannot divide the model's 0 experts"
     quantised = ("model.dtype=bfloat16", "rollout.vllm.quantization=fp8_per_channel")
     full, eight_bit = plan(file, quantised[0]), plan(file, *quantised)
     assert eight_bit.problems == ()
@@ -829,15 +829,15 @@ LENT = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=coloc
         (
             ("policy.device=cuda", "rollout.engines=4"),
             1,
-            "4 engines take 4 GPUs, and 2 have a rank",
+            "4 engines use 4 GPUs, but only 2 have a rank",
             "set rollout.engines to at most 2, policy.parallel.ranks to 4, or this to"
             " shared_memory",
         ),
         (
             ("policy.device=cuda", "policy.parallel.ranks=1", "rollout.tensor=2"),
             1,
-            "1 engine of 2 GPUs takes 2 GPUs, and 1 has a rank",
-            "set policy.parallel.ranks to 2, or this to shared_memory",
+            "1 engine of 2 GPUs uses 2 GPUs, but only 1 has a rank",
+            "set policy.parallel.ranks to 2, or weights.transport to shared_memory",
         ),
     ],
 )
@@ -1046,7 +1046,7 @@ def test_a_machine_without_the_host_memory_is_refused_with_what_helps(tmp_path):
     code, output = planned_on_a_laptop(file, *small, "100")
     assert code == 2
     assert "host memory" in output
-    assert "of host memory are needed of 100.0 GiB" in output
+    assert "of host memory are needed, more than the available 100.0 GiB" in output
     assert "copies for asynchronous checkpoints" in output
     assert "set checkpoint.asynchronous: false (then " in output
     code, output = planned_on_a_laptop(file, *small, "2000")
@@ -1344,7 +1344,7 @@ def test_a_described_cluster_still_has_to_hold_the_run(file):
         (("model.path=nowhere",), "cannot run here: model.path: "),
         (("data.train=nowhere.jsonl",), "cannot run here: data.train: "),
         (("data.prompt_key=asked", "data.train=nowhere.jsonl"), "cannot run here: data.train: "),
-        (("policy.device=cuda",), "cannot run here: policy.device: cuda, but there is no GPU"),
+        (("policy.device=cuda",), "cannot run here: policy.device: cuda, but no GPU was found"),
         (("rollout.sampling.max_tokens=100000",), "cannot run here: "),
     ],
 )
@@ -1421,7 +1421,7 @@ def test_engines_that_find_no_gpu_on_the_machines_named_are_refused(file):
     assert code == 2
     room = "there is room for 12: 2 on a node with ranks, 8 on each of 1 without"
     assert f"13 engines, and {room}" in output
-    more = "plan for 4 machines, and 2 of them have ranks (--nodes 4 --trainer-nodes 2)"
+    more = "plan for 4 machines, 2 of them with ranks (--nodes 4 --trainer-nodes 2)"
     assert f"set it to at most 12, or {more}" in " ".join(output.split())
     # An engine's two workers are on one machine.
     two = ("rollout.tensor=2", "rollout.engines=5", *beside)
@@ -1436,7 +1436,7 @@ def test_engines_that_find_no_gpu_on_the_machines_named_are_refused(file):
         (("--nodes", "2", "--trainer-nodes", "3"), "3 of 2 machines"),
         (
             ("--nodes", "4", "--trainer-nodes", "2"),
-            "2 machines are for engines alone, and all engines are on rank 0's",
+            "2 machines are for engines only, and all engines run on rank 0's",
         ),
     ],
 )
