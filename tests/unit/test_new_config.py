@@ -332,14 +332,17 @@ def test_a_model_that_is_not_there_is_asked_for_again_before_the_other_questions
     assert load(tmp_path / "run.yaml").model.path == tmp_path / "model"
 
 
-def test_an_agent_is_given_the_prompt_without_the_marks_of_the_template(asked, tmp_path):
-    """It writes messages of its own, which get them."""
+def test_an_agent_receives_the_prompt_without_the_chat_template(asked, tmp_path):
+    """The endpoint applies the template to the agent's messages."""
     code, told = run("init", "run.yaml", *asked, "--reward", "agent")
     assert code == 0, told
     assert not load(tmp_path / "run.yaml").data.as_chat
     for given, told_of in ((False, 0), (True, 1)):
         code, told = run("plan", "run.yaml", f"data.as_chat={str(given).lower()}")
-        assert (code, told.count("get them again; remove as_chat")) == (0, told_of)
+        assert (code, told.count("applies it again to the agent's messages; remove as_chat")) == (
+            0,
+            told_of,
+        )
 
 
 def test_a_file_of_the_users_is_not_written_over(asked, tmp_path):

@@ -542,7 +542,7 @@ def test_a_supervised_run_needs_responses_that_fit(file):
     )
     left_out = plan(file, *supervised, "data.max_tokens=6")
     assert left_out.problems == ()
-    note = "1 of 2 rows read of data.train are above data.max_tokens: 6 and left out"
+    note = "1 of the first 2 rows of data.train exceed data.max_tokens: 6 and are left out"
     assert note in left_out.warnings
     (file.parent / "train.jsonl").write_text('{"prompt": "1+1="}\n')
     (problem,) = plan(file, *supervised).problems
@@ -715,7 +715,7 @@ def test_engines_divide_only_experts_that_there_are_and_quantise_none_on_a_cpu(f
     assert eight_bit.problems == ()
     assert eight_bit.engine.layer < 0.6 * full.engine.layer
     (warning,) = set(eight_bit.warnings) - set(full.warnings)
-    assert "log-probs of samples are those of quantised weights" in warning
+    assert "samples have log-probs of quantised weights" in warning
     mixture = write_run(tmp_path / "mixture", **MIXTURE)
     assert keys(plan(mixture, *quantised)) == ["rollout.vllm.quantization"]
 
@@ -744,7 +744,7 @@ def test_an_absent_reward_server_is_reported_without_waiting(file, monkeypatch):
         # A response that was tried would time out, which is a problem.
         (note,) = told(port, timeout_s=0.1)
         assert note.startswith(
-            f"rollout.reward: no server answers at 127.0.0.1:{port} (Connection re"
+            f"rollout.reward: no server accepts connections at 127.0.0.1:{port} (Connection re"
         )
         server.listen()  # and never answers
         monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 0.1)
@@ -830,7 +830,7 @@ LENT = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=coloc
             ("policy.device=cuda", "rollout.engines=4"),
             1,
             "4 engines use 4 GPUs, but only 2 have a rank",
-            "set rollout.engines to at most 2, policy.parallel.ranks to 4, or this to"
+            "set rollout.engines to at most 2, policy.parallel.ranks to 4, or weights.transport to"
             " shared_memory",
         ),
         (
@@ -1114,7 +1114,7 @@ def test_held_out_prompts_in_the_training_data_are_reported(file: Path) -> None:
     assert not any("data.eval" in warning for warning in plan(file, *evaluated).warnings)
     held_out.write_text('{"prompt": "1+2=", "answer": "3"}\n{"prompt": "2+2=", "answer": "4"}\n')
     told = [warning for warning in plan(file, *evaluated).warnings if "data.eval" in warning]
-    assert told == ["1 of 2 prompts of data.eval are in data.train too, such as '2+2='"]
+    assert told == ["1 of 2 prompts of data.eval are also in data.train, such as '2+2='"]
 
 
 LLAMA_8B = {
@@ -1320,7 +1320,7 @@ def test_a_cluster_is_planned_from_a_laptop_without_its_data_or_weights(file):
     assert code == 0, output
     assert "as described: 4 nodes, each with 8 x GPU of 80 GiB" in output
     assert "GPU 3 of node 3" in output
-    assert "not here, so not checked" in output
+    assert "not checked, because it is not here" in output
     assert "train.jsonl" in output
 
 

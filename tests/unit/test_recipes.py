@@ -91,7 +91,7 @@ def test_a_recipe_is_planned_on_a_machine_that_has_nothing(
     done = CliRunner().invoke(app, [*arguments, "--gpus", str(gpus)])
     assert done.exit_code == 0, done.output
     words = re.sub(r"\s+", " ", done.output)
-    assert "its sizes are from the table of published models (Qwen/" in words
+    assert "its sizes come from the table of published models (Qwen/" in words
     assert "verdict: can run on the machines described" in words
     assert "GPU-hours on" in words
     assert "of it in /dev/shm" in words

@@ -165,7 +165,7 @@ def test_a_newest_checkpoint_that_is_gone_is_passed_over_only_by_name(config: Pa
     (folder / "latest").write_text(name_of(4))
     assert problems(config) == []
     assert notes(config) == [
-        f"the run resumes from step 4: {name_of(STEPS)}, its newest checkpoint, is not there"
+        f"the run resumes from step 4: its newest checkpoint, {name_of(STEPS)}, does not exist"
     ]
     kept.rename(folder / name_of(STEPS))
     (folder / "latest").write_text(name_of(STEPS))
@@ -211,12 +211,12 @@ def test_a_checkpoint_of_another_run_is_refused(config: Path) -> None:
         assert f"line of step 5, at which {folder / name_of(5)} was saved" in problem.what
     (run_dir / "metrics.jsonl").unlink()  # a checkpoint may be copied into a new folder
     assert problems(config) == []
-    assert "has no metrics.jsonl of the steps before" in notes(config)[0]
+    assert "has no metrics.jsonl for the steps before" in notes(config)[0]
     # And the run that continues in there may crash before its first step, or before it saves again.
     for rows in ([], [{"step": n, "version": n, "time": n} for n in (6, 7)]):
         write_lines(run_dir / "metrics.jsonl", rows)
         assert problems(config) == []
-        assert "has no metrics.jsonl of the steps before" in notes(config)[0]
+        assert "has no metrics.jsonl for the steps before" in notes(config)[0]
     (run_dir / "metrics.jsonl").write_bytes(whole + b'{"step": 6, "time": 7}\n{"step": 7, "ti')
     assert problems(config) == []
 
@@ -275,7 +275,7 @@ def test_a_sample_log_that_ends_before_the_checkpoint_is_refused(config: Path) -
     mark = (run_dir / MARK_FILE).read_bytes()
     (run_dir / MARK_FILE).unlink()
     assert problems(config) == []
-    assert "has no sample log of the steps before" in notes(config)[0]
+    assert "has no sample log for the steps before" in notes(config)[0]
     # The run that continues without them may crash before it saves again.
     log = SampleLogWriter(run_dir, SamplesConfig())
     log.begin(6, after=LogMark.of(saved_mark(config)).segment)
