@@ -261,14 +261,14 @@ def init(
         terminal=interview.at_terminal(),
         report=print_error,
     )
-    answers = questions.ask()
+    answers = questions.run()
     # A refused answer is requested again, without losing the others.
     while True:
         try:
             written = write_config(answers, out)
             break
         except UserError as error:
-            answers = questions.again(error)
+            answers = questions.repeat(error)
     for note in written.notes:
         print_text(f"note: {note}")
     files = " and ".join(map(str, written.files))

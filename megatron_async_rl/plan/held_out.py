@@ -55,7 +55,7 @@ def split_off(data: Path, share: float, prompt_key: str, folder: Path) -> Split 
         # Not exist_ok: a run may be training on the files of an earlier split.
         folder.mkdir(parents=True)
     except FileExistsError as error:
-        what = f"{folder}, the folder for the two parts of the data, already exists"
+        what = f"{folder} already exists, and the two parts of the data would be written to it"
         raise UserError.of("--eval", what, "remove it, or name held-out data") from error
     split = Split(folder / TRAIN, folder / HELD_OUT, 0, 0)
     try:

@@ -26,8 +26,8 @@ MAPS = Path("/proc/self/maps")
 
 
 class LibraryConflict(RuntimeError):
-    """Error: a process loaded two files of one CUDA library, or another file than the one that
-    torch was compiled against."""
+    """Error: a process loaded two files of a CUDA library, or not the file that torch was compiled
+    against."""
 
 
 def loaded(maps: str) -> dict[str, set[str]]:

@@ -77,7 +77,7 @@ class RunPlan:
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
     unfit: tuple[Problem, ...] = ()
-    """Those of `problems` that a machine with more GPUs or memory would not have."""
+    """The subset of `problems` that more GPUs or memory would fix."""
     routed_bytes: int = 0
     """Bytes per token of a sample for the recorded experts; 0 if they are not recorded."""
     hosts: tuple[HostMemory, ...] = ()

@@ -106,7 +106,7 @@ def preflight(
     identities: dict[str, DataIdentity] = {}
     if tokenizer is None or shape is None:
         (elsewhere if files_elsewhere else problems).extend(
-            error.problem(one.key) for one in _files(config, None) if (error := one.missing())
+            absence.problem(one.key) for one in _files(config, None) if (absence := one.missing())
         )
     else:
         for one in _files(config, shape):

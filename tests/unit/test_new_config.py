@@ -299,8 +299,8 @@ def test_settings_are_given_by_name_and_one_that_is_not_there_is_named(asked, tm
         ("mathh", "did you mean 'math'?"),
         ("openev", "did you mean 'openenv'?"),
         ("environment", "environments tools, agent"),
-        ("tools+agent", "are environments, and a run has one"),
-        ("math+math", "twice"),
+        ("tools+agent", "are environments, and a run has only one"),
+        ("math+math", "contains a name twice"),
     ],
 )
 def test_a_reward_of_another_name_is_refused_and_asked_for_again(
@@ -323,7 +323,7 @@ def test_a_model_that_is_not_there_is_asked_for_again_before_the_other_questions
 ):
     model = ["--model", "Qwen/Qwen3-0.6B"]
     code, told = run("init", "run.yaml", *model, *asked[2:], "--reward", "math")
-    assert (code, "name on a hub is hf://Qwen/Qwen3-0.6B" in told) == (2, True)
+    assert (code, "name on a hub, write hf://Qwen/Qwen3-0.6B" in told) == (2, True)
     monkeypatch.setattr(interview, "at_terminal", lambda: True)
     answers = "nowhere\nmodel\n"
     code, told = run("init", "run.yaml", *asked[2:], "--reward", "math", answers=answers)
@@ -392,7 +392,7 @@ def test_columns_are_asked_for_right_after_the_data(tmp_path):
     code, told = run("init", out, "--model", model, answers="\n".join(map(str, answers)) + "\n")
     assert code == 0, told
     questions = (
-        "Data, ",
+        "Data: ",
         "nowhere.csv: ",
         "Column of the prompts",
         "Held-out",
@@ -418,8 +418,8 @@ def test_a_wrong_later_answer_costs_no_earlier_one(tmp_path):
     code, told = run("init", out, answers="\n".join(map(str, answers)) + "\n")
     assert code == 0, told
     assert "no layout fits" in told
-    assert told.count("Model, a") == told.count("Data, a") == told.count("Style") == 1
-    assert told.count("GPUs of the machine") == 2
+    assert told.count("Model: a") == told.count("Data: a") == told.count("Style") == 1
+    assert told.count("Number of GPUs of the machine") == 2
     assert "The other answers are kept." in told
     assert load(out).objective.loss.name == "ppo_clip"
 
@@ -439,7 +439,7 @@ def test_without_a_terminal_every_question_takes_its_default(tmp_path, monkeypat
     code, told = run("init", "run.yaml", *given, answers="countdown\n7\nclipped\n")
     assert code == 0, told
     for words in ("--reward math", "--gpus 0", "--style asynchronous", "--eval 5%"):
-        assert f"note: {words}, as nothing else was given" in told
+        assert f"note: {words} by default" in told
     config = load(tmp_path / "run.yaml")
     assert config.rollout.reward.name == "math", "nothing is read from the standard input"
     assert (config.eval.every, config.eval.samples_per_prompt) == (20, 1)
@@ -460,7 +460,7 @@ def test_a_real_terminal_is_asked_and_none_is_not(tmp_path):
         given = ["--model", model, "--data", data, "--eval", "none"]
         done = mar("init", name, *given, folder=tmp_path, stdin=stdin)
         assert done.returncode == 0, done.stderr
-        assert "as nothing else was given" in done.stderr
+        assert " by default" in done.stderr
     os.close(reader)
     os.close(writer)
 
@@ -470,7 +470,7 @@ def test_a_real_terminal_is_asked_and_none_is_not(tmp_path):
     os.close(slave)
     os.close(master)
     assert done.returncode == 0, done.stderr
-    assert "Model, a Hugging Face directory" in done.stderr, "the output may be a file"
+    assert "Model: a Hugging Face directory" in done.stderr, "the output may be a file"
     assert load(tmp_path / "tty.yaml").objective.loss.name == "ppo_clip"
 
 
@@ -491,7 +491,7 @@ def test_five_percent_of_the_prompts_are_held_out_and_none_is_on_both_sides(tmp_
     assert sorted((row for side in sides for row in side), key=lambda row: row["n"]) == rows
     trained, held_out = ({row["prompt"] for row in side} for side in sides)
     assert (len(held_out), trained & held_out) == (3, set())
-    assert f"rows held out: {len(sides[1])}, trained on: {len(sides[0])};" in told
+    assert f"held-out rows: {len(sides[1])}, training rows: {len(sides[0])};" in told
     assert config.eval.every == 20
     code, told = run("plan", out)
     assert code == 0, told
@@ -502,7 +502,7 @@ def test_five_percent_of_the_prompts_are_held_out_and_none_is_on_both_sides(tmp_
     assert same == config.data.eval.read_text(), "the same data give the same split"
     out.unlink()
     code, told = run("init", out, *given, "--data", data)
-    assert (code, "run_data exists" in told) == (2, True)
+    assert (code, "run_data already exists" in told) == (2, True)
     code, told = run("init", tmp_path / "run2.yaml", *given[:-2], "--style", "x", "--data", data)
     assert (code, (tmp_path / "run2_data").exists()) == (2, False)
 
@@ -641,8 +641,8 @@ def test_columns_of_other_names_are_written_down(tmp_path):
     options = ["--model", model, "--data", data, "--reward", "arithmetic", "--gpus", "0"]
     code, told = run("init", out, *options, "--eval", "none", "--style", "synchronous")
     assert code == 0, told
-    assert "note: --prompt-key question, as nothing else was given" in told
-    assert "note: --answer-key solution, as nothing else was given" in told
+    assert "note: --prompt-key question by default" in told
+    assert "note: --answer-key solution by default" in told
     assert (load(out).data.prompt_key, load(out).data.answer_key) == ("question", "solution")
     code, told = run("plan", out)
     assert code == 0, told

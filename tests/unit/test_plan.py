@@ -344,7 +344,7 @@ def test_replay_of_experts_requires_some_and_reports_what_it_carries(file, tmp_p
     assert planned.routed_bytes == 4
     console = Console(file=StringIO(), width=200)
     show_plan(planned, load(mixture, asked), LAPTOP, console)
-    assert "engines chose: 4 bytes a token, up to " in console.file.getvalue()
+    assert "chosen by engines: 4 bytes per token, up to " in console.file.getvalue()
     assert plan(mixture, asked[0]).routed_bytes == 0
 
 
@@ -731,24 +731,24 @@ def test_a_stop_token_that_the_model_does_not_have_is_refused(file):
 
 
 def test_an_absent_reward_server_is_reported_without_waiting(file, monkeypatch):
-    def told(port, timeout_s):
+    def notes(port, timeout_s):
         settings = f"{{url: 'http://127.0.0.1:{port}/x'}}"
         reward = f"{{name: http, timeout_s: {timeout_s}, settings: {settings}}}"
         planned = plan(file, f"rollout.reward={reward}")
         assert planned.problems == ()
-        return [one for one in planned.warnings if "answers" in one]
+        return [one for one in planned.warnings if "no server" in one]
 
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        # A response that was tried would time out, which is a problem.
-        (note,) = told(port, timeout_s=0.1)
+        # A trial of the reward would time out, which is a problem.
+        (note,) = notes(port, timeout_s=0.1)
         assert note.startswith(
             f"rollout.reward: no server accepts connections at 127.0.0.1:{port} (Connection re"
         )
         server.listen()  # and never answers
         monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 0.1)
-        assert told(port, timeout_s=30) == []
+        assert notes(port, timeout_s=30) == []
 
 
 def test_the_whole_model_must_fit_into_shared_memory(file):
@@ -775,7 +775,7 @@ def test_by_relay_the_plan_has_the_agents_and_what_other_machines_must_hold(file
     assert relays.device == "each other machine with engines"
     assert engine.device == "1 thread of any machine"
     two = 2 * planned.engine.weights
-    assert f"each other machine with engines: {size(two)} in /dev/shm, two versions" in shown
+    assert f"each other machine with engines: {size(two)} in /dev/shm (two versions)" in shown
     assert "relays" not in [one.name for one in plan(file).processes]
 
 
@@ -960,7 +960,7 @@ def test_the_verdict_is_the_last_line_and_the_config_is_shown_on_request(file):
     code, output = planned_on_a_laptop(file, "--gpus", "8", "policy.device=cuda")
     assert code == 0, output
     (verdict,) = re.findall(r"verdict: .*", one_line(output))
-    assert "not checked, as the files are not here: data.train; host memory not" in verdict
+    assert "not checked, because the files are not here: data.train; host memory not" in verdict
 
 
 def test_the_verdict_names_what_train_would_refuse(file):
@@ -993,7 +993,7 @@ def test_no_line_of_a_plan_is_wider_than_100_columns(tmp_path):
     assert code == 0, output
     # Words, such as paths, are not broken.
     assert [one for one in output.splitlines() if len(one) > 100 and " " in one.strip()] == []
-    assert "(3 stages between them are not shown)" in output
+    assert "(3 stages before the last are not shown)" in output
     assert "stage 7" in output
 
 
@@ -1639,7 +1639,7 @@ def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp
     }
     code, output = planned_on_a_laptop(file, *EIGHT_RANKS, *EIGHT_GPUS, "80")
     assert code == 0, output
-    (at,) = (i for i, line in enumerate(output.splitlines()) if "a GPU in phase" in line)
+    (at,) = (i for i, line in enumerate(output.splitlines()) if "GPU in phase" in line)
     # Text that does not fit after a phase continues in the next line.
     shown = [line.split() for line in output.splitlines()[at + 1 :]]
     assert [words[:2] for words in shown if words and words[0] in PHASES] == [
@@ -1681,11 +1681,11 @@ def test_what_processes_take_of_a_gpu_beside_their_tensors_is_itemised(tmp_path)
     _, output = planned_on_a_laptop(file, *EIGHT_RANKS, *EIGHT_GPUS, "80")
     output = " ".join(output.split())
     assert (
-        "besides, on each rank's GPU ~: 1.8 GiB (CUDA context 512.0 MiB, NCCL channels 1.0 GiB,"
+        "in addition, on each rank's GPU ~: 1.8 GiB (CUDA context 512.0 MiB, NCCL channels 1.0 GiB,"
         " workspaces 256.0 MiB)" in output
     )
     assert (
-        "and of an engine that sleeps there ~: 1.8 GiB (CUDA context 512.0 MiB, CUDA graphs 1.2"
+        "and of a sleeping engine there ~: 1.8 GiB (CUDA context 512.0 MiB, CUDA graphs 1.2"
         " GiB)" in output
     )
     apart = (
@@ -1694,7 +1694,7 @@ def test_what_processes_take_of_a_gpu_beside_their_tensors_is_itemised(tmp_path)
         "policy.parallel.tensor=4",
     )
     _, output = planned_on_a_laptop(file, *EIGHT_RANKS, *apart, *EIGHT_GPUS, "80")
-    assert "on each GPU of an engine, outside rollout.gpu_memory_utilization ~: 512.0 MiB" in output
+    assert "on each engine's GPU, outside rollout.gpu_memory_utilization ~: 512.0 MiB" in output
 
 
 REWARDS = """

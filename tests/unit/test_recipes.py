@@ -94,7 +94,7 @@ def test_a_recipe_is_planned_on_a_machine_that_has_nothing(
     assert "its sizes come from the table of published models (Qwen/" in words
     assert "verdict: can run on the machines described" in words
     assert "GPU-hours on" in words
-    assert "of it in /dev/shm" in words
+    assert "of this in /dev/shm" in words
     too_wide = [one for one in done.output.splitlines() if len(one) > 100]
     assert [one for one in too_wide if " " in one.strip()] == []
     done = CliRunner().invoke(app, ["plan", str(file)])
