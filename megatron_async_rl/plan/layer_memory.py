@@ -1,7 +1,7 @@
-"""Bytes that a rank's layers keep of a micro-batch for its backward pass, and bytes of FP8 weights
-and adapters. Activations are within 5 % of the bytes that autograd keeps for local layers on a CPU.
-On a GPU, with Transformer Engine's layers and with FP8, they follow the kernels' source and are not
-measured.
+"""Bytes of a micro-batch that a rank's layers keep for its backward pass, and bytes of FP8 weights
+and adapters. For local layers on a CPU, activations are within 5 % of the bytes that autograd
+keeps. On a GPU, with Transformer Engine's layers and with FP8, they follow the kernels' source and
+are not measured.
 
 Attention is torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a
 GPU has no such kernel. With policy.fp8 inputs of GEMMs are counted in FP8.

@@ -20,7 +20,7 @@ from megatron_async_rl.plan.layout import (
     engine_count,
     engine_room,
     engines_elsewhere,
-    gpus_wanted,
+    gpus_required,
 )
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
@@ -124,7 +124,7 @@ def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
     colocated = rollout is not None and rollout.placement == "colocated"
     # An engine elsewhere requires only its own GPUs on one machine; machines are assumed equal.
     elsewhere = engines_elsewhere(config, machine)
-    needed_gpus = max(gpus_wanted(config, machine), workers if elsewhere else 0)
+    needed_gpus = max(gpus_required(config, machine), workers if elsewhere else 0)
     if needed_gpus <= len(machine.gpus):
         return []
     engines = number_of("engine", engine_count(config))

@@ -21,7 +21,7 @@ from typing import Any
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.weights import carriers
-from megatron_async_rl.plan.layout import device_of, engines_elsewhere, gpus_wanted
+from megatron_async_rl.plan.layout import device_of, engines_elsewhere, gpus_required
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine, gpus_here
 from megatron_async_rl.rollout.cluster import join_ray, prepare_environment, software, unlike
 from megatron_async_rl.watchdog.watch import remote_cause
@@ -74,7 +74,7 @@ def occupied_gpus(config: Config, machine: Machine, node: int) -> list[Problem]:
     programs use."""
     if device_of(config, machine) != "cuda":
         return _unlisted_gpus(config)
-    count = gpus_wanted(config, machine, node)
+    count = gpus_required(config, machine, node)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = until_free(lambda: gpus_here(visible)[:count], RELEASE_TIMEOUT_S)
     return [_occupied(gpu, socket.gethostname()) for gpu in gpus if gpu.used > OCCUPIED_BYTES]

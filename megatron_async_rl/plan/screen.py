@@ -17,7 +17,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import read_newest
 from megatron_async_rl.plan.estimate import measure, update_per_lr
-from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
+from megatron_async_rl.plan.fit import ipc_bucket_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.machine import Machine, size
 from megatron_async_rl.plan.memory import (
     OverheadParts,
@@ -148,7 +148,7 @@ def _show_memory(plan: RunPlan, config: Config, machine: Machine, console: Conso
         elif carrier.other_machines:
             _print(console, f"each other machine with engines: {two} in /dev/shm (two versions)")
         if carrier.ipc:
-            two = size(lent_bytes(config, plan.engine))
+            two = size(ipc_bucket_bytes(config, plan.engine))
             where = "in /dev/shm" if plan.device == "cpu" else "on its GPU"
             _print(console, f"each rank, while engines load: {two} {where} (two buckets)")
     if plan.peaks:

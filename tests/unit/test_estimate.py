@@ -14,7 +14,7 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.metrics.log import MetricRow
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.estimate import (
-    LENT_RATE,
+    IPC_RATE,
     READ_SHARE,
     Estimate,
     Overlap,
@@ -429,16 +429,16 @@ def test_no_speed_is_made_up_for_hardware_that_is_not_known(tmp_path: Path) -> N
     code, output = planned(str(write_run(tmp_path)))
     assert code == 0, output
     shown = output.partition("step time\n")[2].splitlines()
-    assert shown[0].startswith("not known: no speed is assumed for a CPU")
+    assert shown[0].startswith("unknown: CPUs have no data sheet rates")
     assert "assumed" not in "".join(shown[1:])
     code, output = planned(
         *recipe(tmp_path, "qwen3_8b", "Qwen3-8B"), "--gpus", "8", "--gpu-memory", "96"
     )
-    assert "not known: GPU of 96 GiB is none of h100, h200, b200, a100 (--gpus" in output
+    assert "unknown: GPU of 96 GiB is not one of h100, h200, b200, a100 (--gpus" in output
     code, output = planned(
         *recipe(tmp_path, "qwen3_8b", "Qwen3-8B"), "--gpus", "8", "model.dtype=float32"
     )
-    assert "not known: no speed is assumed for float32 products" in output
+    assert "unknown: no rate is assumed for float32 GEMMs" in output
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_weights_that_stay_on_the_gpus_pass_no_shared_memory(tmp_path: Path) -> 
         for transport in ("shared_memory", "cuda_ipc")
     )
     assert lent.staged_s == pytest.approx(lent.version / (8 * READ_SHARE * lent.chip.memory_rate))
-    assert lent.loaded_s == pytest.approx(lent.version / LENT_RATE)
+    assert lent.loaded_s == pytest.approx(lent.version / IPC_RATE)
     assert lent.publish_s < staged.publish_s / 3
     assert "60 GB/s of buckets from the ranks to engines on their GPUs" in lent.as_text()
     assert "between a GPU and shared memory" not in lent.as_text()

@@ -28,7 +28,7 @@ from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import ConfigError, number_of
 from megatron_async_rl.flow.colocated import PHASES
 from megatron_async_rl.plan import totals
-from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
+from megatron_async_rl.plan.fit import ipc_bucket_bytes, twin_bytes
 from megatron_async_rl.plan.layer_memory import stores_scores
 from megatron_async_rl.plan.layout import rank_coordinates, rank_environment
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine, size
@@ -818,7 +818,7 @@ def test_buckets_are_lent_to_engines_on_the_policys_own_devices_alone(file):
         load(file, ["weights.transport=cuda_ipc"])
 
 
-LENT = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=colocated")
+IPC = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=colocated")
 
 
 @pytest.mark.parametrize(
@@ -842,7 +842,7 @@ LENT = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=coloc
     ],
 )
 def test_engines_that_could_not_map_a_ranks_memory_are_refused(file, settings, nodes, what, fix):
-    two = ("policy.parallel.ranks=2", *LENT, *settings)
+    two = ("policy.parallel.ranks=2", *IPC, *settings)
     machine = NODE if "policy.device=cuda" in settings else LAPTOP
     problems = plan(file, *two, machine=replace(machine, nodes=nodes)).problems
     (problem,) = (one for one in problems if one.key == "weights.transport")
@@ -852,28 +852,28 @@ def test_engines_that_could_not_map_a_ranks_memory_are_refused(file, settings, n
     assert plan(file, *two, *fitting, machine=machine).problems == ()
 
 
-def test_where_buckets_are_lent_dev_shm_holds_two_of_each_rank_on_a_cpu(file, monkeypatch):
+def test_with_ipc_on_a_cpu_dev_shm_contains_two_buckets_per_rank(file, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    planned = plan(file, "policy.parallel.ranks=2", *LENT)
-    lent = lent_bytes(load(file, LENT), planned.engine)
-    assert 0 < lent <= 2 * planned.engine.weights
-    room = replace(LAPTOP, shared_memory=2 * lent)
-    assert plan(file, "policy.parallel.ranks=2", *LENT, machine=room).problems == ()
-    room = replace(room, shared_memory=2 * lent - 1)
-    (problem,) = plan(file, "policy.parallel.ranks=2", *LENT, machine=room).problems
-    assert problem.what.startswith("two buckets of each of 2 ranks, ")
-    on_gpus = plan(file, "policy.device=cuda", *LENT, machine=replace(NODE, shared_memory=0))
+    planned = plan(file, "policy.parallel.ranks=2", *IPC)
+    buckets = ipc_bucket_bytes(load(file, IPC), planned.engine)
+    assert 0 < buckets <= 2 * planned.engine.weights
+    room = replace(LAPTOP, shared_memory=2 * buckets)
+    assert plan(file, "policy.parallel.ranks=2", *IPC, machine=room).problems == ()
+    room = replace(room, shared_memory=2 * buckets - 1)
+    (problem,) = plan(file, "policy.parallel.ranks=2", *IPC, machine=room).problems
+    assert problem.what.startswith("two buckets of each of 2 ranks (")
+    on_gpus = plan(file, "policy.device=cuda", *IPC, machine=replace(NODE, shared_memory=0))
     assert on_gpus.problems == ()
     assert not any("RAY_ADDRESS" in note for note in planned.warnings)
 
 
-def test_by_collective_each_engine_has_versions_of_its_own(file, monkeypatch):
+def test_with_collective_each_engine_has_its_own_versions(file, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     weights = plan(file).engine.weights
     room = replace(LAPTOP, shared_memory=5 * weights)
     settings = ["weights.transport=collective", "rollout.engines=2"]
     (problem,) = plan(file, *settings, machine=room).problems
-    assert "two versions of the model, and two for each of 2 engines, " in problem.what
+    assert "two versions of the model, and two for each of 2 engines (" in problem.what
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
     planned = plan(file, *settings, machine=room)
     assert planned.problems == ()
@@ -1081,9 +1081,9 @@ def test_totals_of_a_run_are_those_of_its_steps(file):
     assert sums.checkpoint == shape.parameters * (4 + 8), "float32 weights and two moments"
     assert sums.hours(36.0) == 0.5
     words = one_line(sums.as_text(72.0))
-    assert "1 h for 50 steps; without" in words
+    assert "1 h for 50 steps, without" in words
     assert "10 of train (20 rows)" in words
-    assert "up to 3 at once, one of them being written" in words
+    assert "up to 3 at a time, including the one being written" in words
     gpus = replace(sums, gpus=8)
     assert "8 GPU-hours on 8 GPUs" in gpus.as_text(72.0)
 
@@ -1357,7 +1357,7 @@ def test_a_refused_plan_shows_what_is_known_then_the_problems_and_last_the_verdi
     assert headings[0] == "processes"
     assert headings[-1] == "problems"
     assert "lag        " in output
-    assert "not known; " not in output.partition("totals")[0]
+    assert "unknown; " not in output.partition("totals")[0]
     last = " ".join(output.rpartition("\nverdict: ")[2].split())
     assert last.startswith("does not fit " if verdict == "fit" else verdict)
     problems = output.rpartition("\nproblems\n")[2]
@@ -1377,7 +1377,7 @@ def test_a_refusal_for_memory_does_not_rest_on_data_that_were_not_read(file):
 def test_gpus_that_no_process_takes_are_named_in_the_totals(file):
     code, output = planned_on_a_laptop(file, *ON_CLUSTER, *CLUSTER)
     assert code == 0, output
-    idle = "idle 12 GPUs of 32: ranks and engines take 20 (policy.parallel.ranks, rollout.engines)"
+    idle = "idle 12 GPUs of 32: ranks and engines use 20 (policy.parallel.ranks, rollout.engines)"
     assert idle in " ".join(output.split())
     whole = (*ON_CLUSTER, "policy.parallel.ranks=28", "flow.prompts_per_step=28", *CLUSTER)
     assert "\nidle " not in planned_on_a_laptop(file, *whole)[1]
@@ -1403,7 +1403,7 @@ def test_machines_of_engines_alone_are_planned_beside_those_with_ranks(file):
     assert dict(re.findall(r"^(nodes? [-\d]+) +(.*\S)", output, re.M)) == {
         "node 0": "ranks 0-7 on GPU 0-7; the controller",
         "node 1": "ranks 8-15 on GPU 0-7",
-        "nodes 2-3": "engines alone, 4 at most on each",
+        "nodes 2-3": "engines only, 4 at most on each",
     }
 
 
@@ -1448,7 +1448,7 @@ def test_machines_that_would_have_nothing_are_refused(file, arguments, said):
 
 
 def test_ranks_that_exchange_activations_between_machines_are_reported(file):
-    note = "a node has 3 of them, so this passes over the network between machines"
+    note = "a node has 3 ranks, so activations pass over the network between machines"
     six = ("policy.device=cuda", "policy.parallel.ranks=6", "policy.parallel.tensor=2")
     planned = plan(file, *six, "flow.prompts_per_step=6", machine=replace(NODE, nodes=2))
     assert [note in one for one in planned.warnings].count(True) == 1
@@ -1566,7 +1566,7 @@ def test_a_rank_is_refused_above_its_gpus_memory_and_noted_just_below(tmp_path):
     assert keys(on_gpus_of(total - 1)) == ["policy.parallel"]
     just, roomy = on_gpus_of(total), on_gpus_of(int(total / 0.95) + 1)
     assert keys(just) == keys(roomy) == []
-    assert any("the estimate may be 5% off" in note for note in just.warnings)
+    assert any("the error of the estimate may be 5%" in note for note in just.warnings)
     assert not any("the estimate" in note for note in roomy.warnings)
 
 
