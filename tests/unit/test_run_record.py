@@ -50,7 +50,7 @@ def notes(config: Path, *overrides: str) -> list[str]:
     return checkpoint_notes(load(config, overrides))
 
 
-def test_a_run_that_is_whole_resumes_without_a_word(config: Path) -> None:
+def test_a_complete_run_resumes_without_a_message(config: Path) -> None:
     assert (problems(config), notes(config)) == ([], [])
 
 
@@ -80,7 +80,7 @@ LOSSES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_run_whose_checkpoints_are_gone_is_refused(config: Path, loss: str) -> None:
+def test_a_run_whose_checkpoints_are_missing_is_refused(config: Path, loss: str) -> None:
     folder = config.parent / "out" / "checkpoint"
     before = sorted(path.name for path in folder.parent.iterdir())
     LOSSES[loss](folder)
@@ -149,7 +149,7 @@ def test_a_finished_run_needs_no_checkpoint_until_its_steps_are_raised(config: P
     assert len(problems(config, "run.steps=12")) == 1
 
 
-def test_a_newest_checkpoint_that_is_gone_is_passed_over_only_by_name(config: Path) -> None:
+def test_a_missing_newest_checkpoint_is_ignored_only_if_latest_names_another(config: Path) -> None:
     run_dir, loaded = config.parent / "out", load(config)
     folder = run_dir / "checkpoint"
     save(loaded, 4)
@@ -221,7 +221,7 @@ def test_a_checkpoint_of_another_run_is_refused(config: Path) -> None:
     assert problems(config) == []
 
 
-def test_a_checkpoint_keeps_the_digest_of_the_last_line_of_metrics(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_digest_of_the_last_line_of_metrics(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
     assert log.sync() is None
     for step in (1, 2, 3):
@@ -235,7 +235,7 @@ def test_a_checkpoint_keeps_the_digest_of_the_last_line_of_metrics(tmp_path: Pat
 
 
 def saved_mark(config: Path) -> Any:
-    """The mark of the sample log in the newest checkpoint."""
+    """Return the mark of the sample log in the newest checkpoint."""
     path = newest(config.parent / "out" / "checkpoint")
     assert path is not None
     return record_of(path)["samples"]
@@ -290,10 +290,8 @@ def test_a_sample_log_that_ends_before_the_checkpoint_is_refused(config: Path) -
 
 
 @pytest.mark.parametrize("damage", ["empty", "text", "dangling", "looping", "locked"])
-def test_a_checkpoint_folder_that_cannot_be_read_is_not_one_without_checkpoints(
-    config: Path, damage: str
-) -> None:
-    """Also of a run whose records show none."""
+def test_an_unreadable_checkpoint_folder_does_not_count_as_empty(config: Path, damage: str) -> None:
+    """The records of the run do not show a checkpoint either."""
     run_dir = config.parent / "out"
     remove(run_dir / "status.json")
     remove(run_dir / "metrics.jsonl")
