@@ -291,7 +291,7 @@ def _query_output(code: str) -> tuple[str, str]:
 
 def _torch(path: str) -> tuple[list[Finding], str | None]:
     """Return findings on torch, and the CUDA version that it was built for (null: none)."""
-    # One program queries everything: importing torch takes seconds.
+    # A single program, because importing torch takes seconds.
     answer, failure = _query_output(
         "import torch; c = torch.backends.cpu.get_cpu_capability(); print(torch.version.cuda or"
         " 'none', torch.cuda.is_available(), torch.distributed.is_gloo_available(),"
@@ -319,7 +319,8 @@ def _torch_findings(answer: str, path: str) -> tuple[list[Finding], str | None]:
     built, available, gloo, nccl, capability = answer.split("|")
     # Missing CUDA is an error on the GPU path and a note on the CPU path.
     required = path == "cuda"
-    cuda = f"torch built for {built}, {'usable' if available == 'True' else 'not usable'}"
+    cuda = "torch built without CUDA" if built == "none" else f"torch built for CUDA {built}"
+    cuda += ", usable" if available == "True" else ", not usable"
     driver = (
         "nvidia-smi   # if it fails, install a driver for this CUDA; unset CUDA_VISIBLE_DEVICES"
     )
@@ -352,9 +353,8 @@ def _gpus(machine: Machine) -> Finding:
 
 
 def _transformer_engine(machine: Machine) -> list[Finding]:
-    """Return the finding on importing Transformer Engine; empty without a GPU or an
-    installation."""
-    # The import initialises CUDA, and nothing imports it on the CPU path.
+    """Return the finding on importing Transformer Engine; empty without GPU or installation."""
+    # The import initialises CUDA.
     if not machine.gpus or machine.transformer_engine is None:
         return []
     # The check also fails if the import loads a second cuDNN or cuBLAS into torch's process.

@@ -270,9 +270,9 @@ def _batch(plan: RunPlan, config: Config) -> str:
     assert batch is not None
     return (
         f"{number_of('prompt', flow.prompts_per_step)} x {number_of('response', flow.group_size)} ="
-        f" {number_of('sample', batch.samples)}, {batch.samples_per_rank} on each of"
-        f" {number_of('data-parallel rank', batch.data_parallel)}, up to"
-        f" {batch.longest} tokens each (prompt + response)\n{_steps(config)}micro-batches of"
+        f" {number_of('sample', batch.samples)} of up to {batch.longest} tokens (prompt +"
+        f" response); {number_of('data-parallel rank', batch.data_parallel)},"
+        f" {number_of('sample', batch.samples_per_rank)} per rank\n{_steps(config)}micro-batches of"
         f" {config.policy.tokens_per_micro_batch} tokens: {batch.micro_batches_half} per rank at"
         f" half length, {batch.micro_batches_full} at full length{_routed(plan)}"
     )

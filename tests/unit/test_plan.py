@@ -1381,7 +1381,7 @@ def test_a_plan_uses_the_singular_for_one(file, count):
     _, output = planned_on_a_laptop(file, *many, f"flow.prompts_per_step={4 * count}")
     wrong = re.findall(r"(?<![\d.,-])1 (?:[a-z-]+ )?(?:ranks|engines|GPUs|samples|steps)\b", output)
     assert wrong == []
-    assert f"on each of {number_of('data-parallel rank', count)}, " in output
+    assert f"; {number_of('data-parallel rank', count)}, " in one_line(output)
 
 
 RELAYED = (*ON_CLUSTER, "weights.transport=relay")
