@@ -1,5 +1,5 @@
-"""A run directory takes its own run and no other: what may change on a resume, and what is
-refused."""
+"""A run directory accepts only its own run: settings that may change on a resume, and settings that
+are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def made(config: Path, *overrides: str, step: int, phase: str = "stopped") -> Path:
-    """The directory of the run after `step` of its steps."""
+    """Write the directory of the run after `step` of its steps."""
     loaded = load(config, overrides)
     loaded.run.dir.mkdir()
     (loaded.run.dir / "config.yaml").write_text(dump(loaded))
@@ -263,7 +263,7 @@ def _problem_of_missing(config: Path, file: Path) -> Problem:
 
 
 def saved(config: Path, *overrides: str, step: int = 2, files: Sequence[str] = ()) -> Path:
-    """A checkpoint, as far as it is read without torch; returns its folder."""
+    """Write the parts of a checkpoint that are read without torch. Return its folder."""
     loaded = load(config, overrides)
     checkpoint = loaded.run.dir / "checkpoint"
     path = checkpoint / f"step_{step:08d}"
@@ -306,7 +306,7 @@ def test_the_checkpoints_config_is_compared_if_the_runs_is_missing(config: Path)
 
 
 def trained(config: Path, *overrides: str) -> str:
-    """Output of `mar train` that refuses to start."""
+    """Return the output of `mar train`, which must refuse to start."""
     done = CliRunner().invoke(cli.app, ["train", str(config), *overrides])
     assert done.exit_code == 2, done.output
     return done.output
@@ -343,7 +343,7 @@ def test_changed_grown_and_shrunk_data_is_refused_before_anything_starts(config:
 
 
 def data_problems_of(config: Path, *overrides: str) -> list[Problem]:
-    """Problems of data of a resume, from those of the configuration and from preflight."""
+    """Return problems of data on a resume, from the config and from preflight."""
     loaded = load(config, overrides)
     return [*conflicts(loaded), *preflight(loaded, all_data=True).problems]
 

@@ -1,5 +1,5 @@
-"""A resume compares the newest checkpoint with the run's own records: a run that had a checkpoint
-never starts again at step 0 by itself, and continues with its own files alone."""
+"""A resume compares the newest checkpoint with the run's records: a run that had a checkpoint never
+starts again at step 0, and continues with its own files only."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ def test_records_of_earlier_versions_show_checkpoints_too(
 def test_a_run_that_stopped_before_its_first_checkpoint_starts_again(config: Path) -> None:
     run_dir = config.parent / "out"
     remove(run_dir / "checkpoint")
-    # Killed while it wrote its first checkpoint, or with a full disk.
+    # The run was killed while it wrote its first checkpoint, or its disk was full.
     stopped = Status(phase="failed", step=5, steps=9, time=0.0, checkpoint="")
     write_status(run_dir, stopped)
     assert (problems(config), notes(config)) == ([], [])
     (run_dir / "checkpoint").mkdir()
     (run_dir / "checkpoint" / "unfinished_step_00000002").mkdir()
     assert (problems(config), notes(config)) == ([], [])
-    # Of an earlier version, after one step of the two before a checkpoint.
+    # A run of an earlier release, after one of the two steps before a checkpoint.
     write_status(run_dir, replace(stopped, step=1, checkpoint=None))
     write_lines(run_dir / "metrics.jsonl", [{"step": 1, "version": 1}])
     assert (problems(config), notes(config)) == ([], [])
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_another_run_is_refused(config: Path) -> None:
     (run_dir / "metrics.jsonl").unlink()  # a checkpoint may be copied into a new folder
     assert problems(config) == []
     assert "has no metrics.jsonl for the steps before" in notes(config)[0]
-    # And the run that continues in there may crash before its first step, or before it saves again.
+    # The run that continues there may crash before its first step or its next checkpoint.
     for rows in ([], [{"step": n, "version": n, "time": n} for n in (6, 7)]):
         write_lines(run_dir / "metrics.jsonl", rows)
         assert problems(config) == []
@@ -276,7 +276,7 @@ def test_a_sample_log_that_ends_before_the_checkpoint_is_refused(config: Path) -
     (run_dir / MARK_FILE).unlink()
     assert problems(config) == []
     assert "has no sample log for the steps before" in notes(config)[0]
-    # The run that continues without them may crash before it saves again.
+    # The run that continues without them may crash before its next checkpoint.
     log = SampleLogWriter(run_dir, SamplesConfig())
     log.begin(6, after=LogMark.of(saved_mark(config)).segment)
     log.admitted(9, 6)
