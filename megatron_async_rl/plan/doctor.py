@@ -49,8 +49,8 @@ NAMESPACES = (
 )
 """Kernel settings that can forbid user namespaces: name, forbidding value, permitting value."""
 PROBE_TIMEOUT_S = 60.0
-LEAST_SHARED_MEMORY = GIB // 2
-LEAST_MEMORY = 6 * GIB
+MIN_SHARED_MEMORY = GIB // 2
+MIN_MEMORY = 6 * GIB
 
 FindingState = Literal["ok", "note", "missing"]
 
@@ -363,7 +363,7 @@ def _transformer_engine(machine: Machine) -> list[Finding]:
         return [
             Finding("import transformer_engine", "ok", "yes", "fused layers of bfloat16 policies")
         ]
-    advice = "ranks would use local layers, and none with policy.fp8"
+    advice = "without it ranks use local layers, and policy.fp8 does not work"
     (part,) = (one for one in PARTS if one.distribution.startswith("transformer-engine"))
     fix = f"{_fix_of(part, 'cuda')}   # build it for this torch and CUDA, or uninstall it"
     return [Finding("import transformer_engine", "missing", failure, advice, fix)]
@@ -391,7 +391,7 @@ def _machine(machine: Machine) -> list[Finding]:
     cores, memory, shared = machine.cores, machine.memory, machine.shared_memory
     sharing = "" if cores >= 2 else "a rank and an engine share one core"
     alone = "set policy.parallel.ranks: 1 and rollout.engines: 1"
-    carries = f"transfers weights to engines; at least {size(LEAST_SHARED_MEMORY)}"
+    carries = f"transfers weights to engines; at least {size(MIN_SHARED_MEMORY)}"
     remount = "sudo mount -o remount,size=8G /dev/shm   # in a container: docker run --shm-size=8g"
     unit = "AMX" if amx else "AVX-512" if bf16 else "no"
     float32 = "set model.dtype: float32, which is faster here"
@@ -399,14 +399,14 @@ def _machine(machine: Machine) -> list[Finding]:
         _check("cores", cores >= 2, str(cores), sharing, alone),
         _check(
             "memory",
-            memory >= LEAST_MEMORY,
+            memory >= MIN_MEMORY,
             size(memory),
             "the demo needs about 6 GiB",
             "set rollout.kv_cache_gib: 0.25 and rollout.engines: 1",
         ),
         _check(
             "shared memory",
-            shared >= LEAST_SHARED_MEMORY,
+            shared >= MIN_SHARED_MEMORY,
             f"{size(shared)} free in /dev/shm",
             carries,
             remount,

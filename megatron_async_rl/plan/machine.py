@@ -169,12 +169,12 @@ def chip_of(machine: Machine) -> Chip | None:
     # Memory identifies a model only in a description: real GPUs of other models have it, too.
     if named or not machine.described:
         return named[0] if named else None
-    alike = (
+    matching = (
         chip
         for chip in CHIPS.values()
         if any(abs(gpu.memory / GIB - sold) < 0.05 * sold for sold in chip.sizes)
     )
-    return next(alike, None)
+    return next(matching, None)
 
 
 def this_machine(nodes: int = 1, engine_nodes: int = 0) -> Machine:

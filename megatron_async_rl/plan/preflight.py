@@ -137,7 +137,7 @@ def preflight(
         # Last, and only if the run could start: digests of large files take minutes.
         if all_data and not problems:
             problems += _damaged_model(config)
-        problems += _beside(config) + lacking(config.observe.trackers)
+        problems += _other_run_problems(config) + lacking(config.observe.trackers)
         problems += identity_problems(config.run.dir, config.observe.trackers)
     plan = make_plan(
         config,
@@ -305,8 +305,8 @@ def _not_held_out(read: Mapping[str, PromptSet]) -> list[str]:
 
 
 def _rendered_for_an_agent(config: Config) -> list[str]:
-    turns = config.rollout.environment if config.rollout is not None else None
-    if turns is None or turns.name != "agent" or not config.data.as_chat:
+    environment = config.rollout.environment if config.rollout is not None else None
+    if environment is None or environment.name != "agent" or not config.data.as_chat:
         return []
     return [
         "data.as_chat: true applies the chat template to the prompt.text that the agent receives,"
@@ -340,7 +340,7 @@ def _stop_tokens(config: Config, shape: ModelShape) -> list[Problem]:
     if config.rollout is None:
         return []
     own = config.rollout.sampling.stop_token_ids
-    given = {"rollout.sampling": own} | {
+    by_key = {"rollout.sampling": own} | {
         f"{one.key}.sampling": one.sampling.stop_token_ids
         for one in config.eval_sets
         if one.sampling.stop_token_ids != own
@@ -351,7 +351,7 @@ def _stop_tokens(config: Config, shape: ModelShape) -> list[Problem]:
             what=f"{token} is not a token of the model, which has {shape.vocabulary}",
             fix=f"use ids below {shape.vocabulary}, or text in {key}.stop",
         )
-        for key, tokens in given.items()
+        for key, tokens in by_key.items()
         for token in tokens
         if token >= shape.vocabulary
     ]
@@ -428,16 +428,16 @@ def _run_directory(config: Config) -> list[Problem]:
     return []
 
 
-def _beside(config: Config) -> list[Problem]:
+def _other_run_problems(config: Config) -> list[Problem]:
     """Return problems of the run that observe.beside names."""
-    beside = config.observe.beside
-    if beside is None:
+    other = config.observe.beside
+    if other is None:
         return []
-    if beside == config.run.dir:
+    if other == config.run.dir:
         what = "is this run's own directory"
         return [Problem(key="observe.beside", what=what, fix="name another run, or remove it")]
     try:
-        read_run(beside)
+        read_run(other)
     except UserError as error:
         return [
             Problem(

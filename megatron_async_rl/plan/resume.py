@@ -310,7 +310,7 @@ def _compare(before: Any, now: Any, key: str, model: Any) -> Iterator[Difference
     """Yield the differences between two values of `key`. `model`: the object in the config at
     `key`; null if unknown."""
     if isinstance(before, dict) and isinstance(now, dict):
-        # Two methods differ by their names alone: their settings have nothing in common.
+        # Of two different methods only the names are compared: their settings are unrelated.
         if before.get("name") != now.get("name"):
             yield Difference(key, before.get("name"), now.get("name"))
             return

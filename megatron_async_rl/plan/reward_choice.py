@@ -226,16 +226,16 @@ class RewardChoice:
         return tree | ({"per": "group"} if of_groups else {})
 
 
-def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
+def _setting(setting: str, names: Sequence[str]) -> tuple[str, str, Any]:
     """Return (name of the reward or environment, key, value) of a setting [NAME.]KEY=VALUE."""
-    path, separator, text = given.partition("=")
+    path, separator, text = setting.partition("=")
     owner, dot, key = path.rpartition(".")
     # NAME may be the function of `module:function` alone; full names take precedence.
     short = {one.rpartition(":")[2]: one for one in names} | {one: one for one in names}
     name = short.get(owner) if dot else names[0]
     if not separator or not key.isidentifier():
         raise UserError.of(
-            SETTING, f"{given!r} is not KEY=VALUE", "write, for example, url=http://HOST:PORT"
+            SETTING, f"{setting!r} is not KEY=VALUE", "write, for example, url=http://HOST:PORT"
         )
     # An unknown NAME is refused, because its setting would be lost.
     if name is None:
@@ -245,7 +245,7 @@ def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
     try:
         return name, key, parse_value(text)
     except YamlFault as error:
-        raise UserError.of(SETTING, f"{given!r}: {error.what}", error.fix) from None
+        raise UserError.of(SETTING, f"{setting!r}: {error.what}", error.fix) from None
 
 
 def _labels(names: Sequence[str]) -> list[str]:

@@ -276,7 +276,7 @@ def batch_problems(config: Config, lengths: PromptLengths | None) -> list[Proble
     smallest = flow.prompts_per_step // config.objective.minibatches * flow.group_size
     # Each replica needs at least one sample in every minibatch.
     if 0 < smallest < data_parallel <= samples:
-        most_minibatches = flow.prompts_per_step // math.ceil(data_parallel / flow.group_size)
+        max_minibatches = flow.prompts_per_step // math.ceil(data_parallel / flow.group_size)
         found.append(
             Problem(
                 key="objective.minibatches",
@@ -286,7 +286,7 @@ def batch_problems(config: Config, lengths: PromptLengths | None) -> list[Proble
                     " data-parallel ranks"
                 ),
                 fix=(
-                    f"set it to at most {most_minibatches}, raise flow.prompts_per_step, or"
+                    f"set it to at most {max_minibatches}, raise flow.prompts_per_step, or"
                     " lower policy.parallel.ranks"
                 ),
             )

@@ -228,9 +228,9 @@ def _grammar_fault(config: Config, sampling: EvalSampling) -> str | None:
     # Imported here, because importing vLLM takes seconds and few configs have a grammar.
     from megatron_async_rl.rollout.vllm.engine_arguments import require_grammar
 
-    given = config.rollout.vllm.get("structured_outputs_config") if config.rollout else None
+    options = config.rollout.vllm.get("structured_outputs_config") if config.rollout else None
     try:
-        require_grammar(str(config.model.path), sampling, given)
+        require_grammar(str(config.model.path), sampling, options)
     except Exception as error:  # noqa: BLE001 - several libraries, each with its own errors
         return " ".join(str(error).split())[:GRAMMAR_MESSAGE_CHARACTERS] or type(error).__name__
     return None
