@@ -26,7 +26,7 @@ from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.config.rules import validated
 from megatron_async_rl.data.prompts import MixturePart, PromptSet
-from megatron_async_rl.plan.trials import _tasks
+from megatron_async_rl.plan.trials import _missing_tasks
 from megatron_async_rl.rollout.environments import (
     BUILT_IN,
     EnvironmentRefused,
@@ -637,7 +637,7 @@ def test_a_prompt_without_a_task_of_verifiers_is_refused(
     def refusal(**fields: Any) -> str:
         rows = (prompt_of(number="0"), prompt_of(**fields))
         parts = (MixturePart(count=2),)
-        problems = _tasks(config, {"data.train": PromptSet(prompts=rows, parts=parts)})
+        problems = _missing_tasks(config, {"data.train": PromptSet(prompts=rows, parts=parts)})
         return "; ".join(f"{one.key}: {one.what}" for one in problems)
 
     key = "rollout.environment.settings: prompt p"
