@@ -80,14 +80,14 @@ class Engine(Protocol):
 
     async def until_ended(self) -> None:
         """Wait until the engine's processes have ended, which frees their device memory. Returns at
-        once if `machine` is not HERE."""
+        once if they are on another machine."""
 
 
 class RemoteEngine:
     """An `Engine` in the Ray actor `actor`. Each method of the actor is a coroutine here.
 
-    `machine`: see `Engine`. `processes`: (pid, start time) of its processes; empty if `machine` is
-    not HERE. `node`: id of its Ray node; empty until it has started."""
+    `machine`: see `Engine`. `processes`: (pid, start time) of its processes; empty if they are on
+    another machine. `node`: id of its Ray node; empty until it has started."""
 
     def __init__(
         self, actor: Any, machine: str = HERE, processes: Sequence[tuple[int, float]] = ()
@@ -154,7 +154,8 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
                 await engine.start()
                 engine.node = await node_of(actor)
                 engine.machine = await memory_of(spec, actor)
-                if engine.machine == HERE:
+                # A pid has a meaning only on the machine of its process.
+                if engine.node == ray.get_runtime_context().get_node_id():
                     engine.processes = await actor.__ray_call__.remote(_processes)
     except TimeoutError:
         engine.kill()

@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -260,11 +259,7 @@ class Scorer:
 
         parts = {str(name): one.reward for name, one in scored.items()}
         total = self._settings.total(parts)
-        if not abs(total) <= LARGEST:
-            error = (
-                f"the reward of the parts {parts} is {total}; it must be finite and at most"
-                f" {LARGEST:g} in magnitude"
-            )
+        if error := _too_large(parts, total):
             return Scored(reward=0.0, error=error)
         return Scored(reward=total, parts=parts)
 
@@ -364,10 +359,19 @@ class GroupRewards:
             # Gates multiply the sum of all parts, so the total of all parts replaces the total of
             # the earlier ones. The rest of `row.reward` is the environment's and does not change.
             total = row.reward - self._settings.total(before) + self._settings.total(parts)
-        if not math.isfinite(total):
-            error = f"the reward of the parts {parts} is {total}, which is not a finite number"
+        if error := _too_large(parts, total):
             return Scored(reward=0.0, error=error)
         return Scored(reward=total, parts=parts or None)
+
+
+def _too_large(parts: Mapping[str, float], total: float) -> str | None:
+    """Return the error of a total that is not finite, or whose magnitude exceeds LARGEST."""
+    if abs(total) <= LARGEST:  # False for NaN
+        return None
+    return (
+        f"the reward of the parts {parts} is {total}; it must be finite and at most {LARGEST:g} in"
+        " magnitude"
+    )
 
 
 def _context(sample: Sample, held_out: bool) -> RewardContext:

@@ -845,11 +845,12 @@ def test_a_reward_per_group_takes_all_its_responses_at_once(module: str, tmp_pat
     assert json.loads(line)["response"] == "nan"
 
 
-def test_a_reward_that_is_not_finite_with_its_part_per_group_is_an_error(
-    module: str, tmp_path: Path
+@pytest.mark.parametrize("weight", [1e308, 1e31])
+def test_a_reward_that_is_too_large_with_its_part_per_group_is_an_error(
+    module: str, tmp_path: Path, weight: float
 ) -> None:
     parts = {
-        "right": {"name": "arithmetic", "weight": 1e308},
+        "right": {"name": "arithmetic", "weight": weight},
         "relative": {"name": f"{module}:relative", "per": "group", "gate": True},
     }
     settings = RewardConfig(parts=parts, workers=1, timeout_s=300)
