@@ -255,6 +255,7 @@ def init(
     }
     questions = interview.Interview(
         {name: text for name, text in given.items() if text is not None},
+        out=out,
         settings=setting or (),
         as_chat=as_chat,
         gpu_memory_gib=gpu_memory,
@@ -272,7 +273,7 @@ def init(
     for note in written.notes:
         print_text(f"note: {note}")
     files = " and ".join(map(str, written.files))
-    print_text(f"wrote {files}: mar plan {out} shows what it would do, mar train {out} does it")
+    print_text(f"wrote {files}; next: mar plan {out}, then mar train {out}")
 
 
 @app.command()

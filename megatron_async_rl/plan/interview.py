@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -77,14 +78,15 @@ def at_terminal() -> bool:
 class Interview:
     """The questions and the answers so far.
 
-    `given`: answers from options, by question. `settings`: values of `--setting`, for the reward.
-    `report`: prints a message to the user.
+    `given`: answers from options, by question. `out`: file to write. `settings`: values of
+    `--setting`, for the reward. `report`: prints a message to the user.
     """
 
     def __init__(
         self,
         given: Mapping[str, str],
         *,
+        out: Path,
         settings: Sequence[str] = (),
         as_chat: bool = False,
         gpu_memory_gib: float | None = None,
@@ -93,6 +95,7 @@ class Interview:
     ) -> None:
         # Each entry is removed when it is used: if it is refused, the user answers.
         self._given = dict(given)
+        self._out = out
         self._settings, self._as_chat = settings, as_chat
         self._gpu_memory_gib = gpu_memory_gib
         self._terminal, self._report = terminal, report
@@ -170,9 +173,19 @@ class Interview:
 
     def _report_command(self) -> None:
         """Report a command with the answers so far, so that they are not lost."""
-        given = " ".join(f"{OPTIONS[name]} {_quoted(text)}" for name, text in self._texts.items())
-        if given:
-            self._report(f"\nTo continue with the same answers: mar init {given}")
+        # Options that were not used yet are answers, too.
+        answers = {**self._given, **self._texts}
+        if not answers:
+            return
+        words = ["mar", "init", str(self._out)]
+        for name, text in answers.items():
+            words += [OPTIONS[name], text]
+        for setting in self._settings:
+            words += ["--setting", setting]
+        words += ["--as-chat"] if self._as_chat else []
+        if self._gpu_memory_gib is not None:
+            words += ["--gpu-memory", f"{self._gpu_memory_gib:g}"]
+        self._report(f"\nTo continue with the same answers: {shlex.join(words)}")
 
     def _resolve(self, name: str, question: str, default: str | None, check: Check) -> None:
         """Get one answer: from its option, from the terminal, or its default."""
@@ -203,7 +216,7 @@ class Interview:
             return
         assert default is not None, "questions without a default have required options"
         self._store(name, default, check)
-        self._report(f"note: {OPTIONS[name]} {_quoted(default)} by default")
+        self._report(f"note: {OPTIONS[name]} {shlex.quote(default)} by default")
 
     def _store(self, name: str, text: str, check: Check) -> None:
         # If the check raises, neither the value nor the text is stored.
@@ -406,8 +419,3 @@ def _is_style(text: str) -> str:
         what = f"{text!r} is not one of {', '.join(STYLES)}"
         raise UserError.of("--style", what, f"write {next(iter(STYLES))}")
     return text.lower()
-
-
-def _quoted(text: str) -> str:
-    # Quoted only if a shell would split or change it.
-    return text if re.fullmatch(r"[\w./:@#%+=,-]+", text) else f"'{text}'"

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -435,9 +436,14 @@ def test_a_refused_answer_keeps_the_other_answers(tmp_path):
 @pytest.mark.usefixtures("at_terminal")
 def test_an_interrupted_interview_reports_the_command_with_its_answers(tmp_path):
     model, data = write_model(tmp_path), write_prompts(tmp_path / "my data.jsonl")
-    code, output = run("init", tmp_path / "run.yaml", answers=f"{model}\n{data}\n")
+    out = tmp_path / "run.yaml"
+    options = ("--as-chat", "--gpu-memory", "40", "--setting", "judge.model=it's", "--gpus", "1")
+    code, output = run("init", out, *options, answers=f"{model}\n{data}\n")
     assert code == 1
-    assert f"mar init --model {model} --data '{data}'" in output
+    _, _, command = output.partition("To continue with the same answers: ")
+    answers = ["--gpus", "1", "--model", str(model), "--data", str(data)]
+    repeated = ["--setting", "judge.model=it's", "--as-chat", "--gpu-memory", "40"]
+    assert shlex.split(command.splitlines()[0]) == ["mar", "init", str(out), *answers, *repeated]
 
 
 def test_without_a_terminal_every_question_takes_its_default(tmp_path, monkeypatch):
