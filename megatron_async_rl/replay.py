@@ -32,7 +32,7 @@ from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.policy.checkpoint_folder import step_of
 from megatron_async_rl.policy.checkpoint_folder import steps as checkpoints
-from megatron_async_rl.rollout.cluster import software, unlike
+from megatron_async_rl.rollout.cluster import software, software_differences
 from megatron_async_rl.samples.frames import SegmentBroken
 from megatron_async_rl.samples.recorded import NotRecorded, RecordedBatches
 
@@ -47,7 +47,7 @@ WITHOUT_ENGINES = (
 )
 """Settings of a run that a replay does not use."""
 COMPARED = ("policy/loss", "policy/grad_norm")
-"""Metrics by which a replay on another layout or device is compared."""
+"""Metrics compared if a replay has another layout or device."""
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest relative difference of those metrics, by the dtype of the model: another layout adds the
 same numbers in another order."""
@@ -72,7 +72,7 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayPlan:
-    """What a replay repeats. checkpoint: folder with the weights of the step before the first; null
+    """Steps that a replay repeats. checkpoint: folder with the weights of the step before the first; null
     for the model. requested: first step that the user asked for; earlier ones lead to it."""
 
     run_dir: Path
@@ -311,7 +311,7 @@ def _announce(plan: ReplayPlan, out: Path, console: Console) -> None:
         note = f"note: no checkpoint of step {plan.requested - 1} was kept"
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     start = plan.stretches[-1].start
-    different = unlike(software(), start.software) if start is not None else ""
+    different = software_differences(software(), start.software) if start is not None else ""
     if different:
         note = f"note: the run was made with other software, so bits may differ: {different}"
         console.print(note, markup=False, highlight=False, soft_wrap=True)

@@ -203,10 +203,10 @@ def test_data_that_is_partly_in_the_cache_is_refused(
     assert located(run_of(tmp_path, one))[0].data.train.name == "train-00000-of-00003.parquet"
 
 
-def test_a_commit_whose_folder_is_gone_is_named(cache: Path) -> None:
+def test_a_removed_folder_of_the_cache_is_named_with_its_commit(cache: Path) -> None:
     gone = cache / "models--me--tiny" / "snapshots" / OLD
     _, (problem,) = read_model(gone)
-    assert f"name hf://me/tiny@{OLD}" in problem.fix
+    assert f"set model.path to hf://me/tiny@{OLD}" in problem.fix
 
 
 class Hub(ThreadingHTTPServer):

@@ -391,7 +391,7 @@ def test_the_templates_end_of_a_turn_ends_a_response_too(
     tmp_path: Path, template: str, turn: int | None
 ) -> None:
     file = save_characters(tmp_path, ("<turn>", "<stop>")) / "tokenizer.json"
-    # Adds a special token to every text of its own, which is no part of a turn.
+    # The tokenizer adds a special token to each text; it is not part of a turn.
     adding = processors.TemplateProcessing(single="<turn> $A", special_tokens=[("<turn>", 2)])
     own = {"post_processor": json.loads(adding.__getstate__())}
     file.write_text(json.dumps(json.loads(file.read_text()) | own))
