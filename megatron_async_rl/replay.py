@@ -26,6 +26,7 @@ from megatron_async_rl.launch.addresses import Nodes
 from megatron_async_rl.launch.launcher import launch
 from megatron_async_rl.launch.rendezvous import PeerNodes
 from megatron_async_rl.metrics.log import MetricRow, digests_of_steps, number, read_metrics
+from megatron_async_rl.metrics.weight_log import tensors_of_step
 from megatron_async_rl.plan.layout import device_of, rank_environment
 from megatron_async_rl.plan.layout_problems import layout_problems
 from megatron_async_rl.plan.machine import this_machine
@@ -72,8 +73,9 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayPlan:
-    """Steps that a replay repeats. checkpoint: folder with the weights of the step before the first; null
-    for the model. requested: first step that the user asked for; earlier ones lead to it."""
+    """Steps that a replay repeats. checkpoint: folder with the weights of the step before the
+    first; null for the model. requested: first step that the user requested; the steps before it
+    lead to it."""
 
     run_dir: Path
     stretches: Sequence[Stretch]
@@ -245,7 +247,16 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
         digests |= digests_of_steps(run.dir)
         checkpoint = run.dir / "checkpoint" / f"step_{stretch.last:08d}"
     compared = compare(plan, rows, digests)
-    return _report(plan, configs[0], compared, rows, console)
+    different = compared.first_different
+    part = next(
+        (
+            config
+            for stretch, config in zip(plan.stretches, configs, strict=True)
+            if different is not None and stretch.first <= different <= stretch.last
+        ),
+        configs[0],
+    )
+    return _report(plan, part, compared, rows, console)
 
 
 def _names(change: str, keys: Sequence[str]) -> bool:
@@ -347,6 +358,8 @@ def _report(
     rows: Sequence[MetricRow],
     console: Console,
 ) -> int:
+    replay_dir = config.run.dir
+
     def show(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -359,7 +372,8 @@ def _report(
         show(f"{steps}, identical bits")
         return 0
     if found.first_different is not None:
-        show(f"step {found.first_different} is the first whose weights differ from the run's")
+        text = f"step {found.first_different} is the first whose weights differ from the run's"
+        show(text + _different_tensors(plan.run_dir, replay_dir, found.first_different))
     if plan.is_what_if:
         _show_distance(plan, found, rows, show)
         return 0
@@ -373,6 +387,16 @@ def _report(
         return int(any(value > tolerance for value in found.largest.values()))
     # A step without a digest proves nothing.
     return 1
+
+
+def _different_tensors(run_dir: Path, replay_dir: Path, step: int) -> str:
+    """Return which tensors differ after a step, as the rest of a sentence."""
+    of_run, here = tensors_of_step(run_dir, step), tensors_of_step(replay_dir, step)
+    different = [name for name in here if of_run.get(name) != here[name]]
+    if not of_run or not different:
+        return ""
+    more = f" and {len(different) - 1} others" if len(different) > 1 else ""
+    return f": tensor {different[0]}{more} of {len(here)}"
 
 
 def _same_arithmetic(plan: ReplayPlan, config: Config) -> bool:

@@ -35,6 +35,7 @@ from megatron_async_rl.flow.summary import MetricValue, summarise
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.metrics.trackers import open_trackers
+from megatron_async_rl.metrics.weight_log import WeightLog
 from megatron_async_rl.policy.checkpoint_folder import named_latest, read_file
 from megatron_async_rl.rollout.cluster import software
 from megatron_async_rl.samples.rank_batch import RankBatch
@@ -82,8 +83,9 @@ class OtherRank:
     def advance(self, version: int) -> None:
         """Set the run's version."""
 
-    def digested(self, digest: str) -> None:
-        """Note the digest of this version's weights, for its line of metrics."""
+    def digested(self, digest: str, tensors: Mapping[str, str]) -> None:
+        """Note the digest of this version's weights, for its line of metrics, and those of its
+        tensors by name."""
 
     def staged(self, manifest: Manifest) -> None:
         """Announce that this version is staged; engines may load it."""
@@ -135,7 +137,9 @@ class Rank0(OtherRank):
         self._code: dict[str, str] = {}
         """Digests, at the start, of the Python files that the configuration names."""
         self._digest = ""
-        """Digest of the weights of `version`; empty until the run has begun."""
+        """Digest of the weights of `version`."""
+        self._weight_log: WeightLog | None = None
+        """Null until the weights of the first version are known."""
         self._device_type = ""
         self._handout: Handout | None = None
         """Batch that was taken and not yet handed out."""
@@ -214,10 +218,12 @@ class Rank0(OtherRank):
     def advance(self, version: int) -> None:
         self.version = version
 
-    def digested(self, digest: str) -> None:
-        first, self._digest = not self._digest, digest
-        if first:
+    def digested(self, digest: str, tensors: Mapping[str, str]) -> None:
+        self._digest = digest
+        if self._weight_log is None:
+            self._weight_log = WeightLog(self.config.run.dir, self.version)
             record_start(self.config.run.dir, self._start())
+        self._weight_log.log(self.version, tensors)
 
     def _start(self) -> Start:
         config = self.config
@@ -337,3 +343,5 @@ class Rank0(OtherRank):
             self._batches.close()
         if self._log is not None:
             self._log.close()
+        if self._weight_log is not None:
+            self._weight_log.close()

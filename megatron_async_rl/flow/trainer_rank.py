@@ -176,7 +176,7 @@ class TrainerRank:
         self._expected = None
         if expected not in (None, self._digest):
             raise WeightsChanged.at(self.version, str(expected), self._digest)
-        self.rank0.digested(self._digest)
+        self.rank0.digested(self._digest, digests)
 
     def _meanwhile(self, wait: Callable[[], None]) -> None:
         """Run `wait` on rank 0, like `Layout.from_rank_zero`. Until it returns, all ranks fill the

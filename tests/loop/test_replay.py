@@ -3,6 +3,7 @@ difference is named."""
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.launch.launcher import _prepare_directory
 from megatron_async_rl.metrics.log import digests_of_steps
+from megatron_async_rl.metrics.weight_log import tensors_of_step
 from tests.loop.one_process import Crash, Engines, OneProcess
 
 ASYNCHRONOUS = ("flow.async_ratio=2", "run.steps=6", "checkpoint.every=2", "checkpoint.keep=9")
@@ -86,7 +88,17 @@ def test_a_step_with_other_weights_is_named(resumed: Path) -> None:
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         code, shown = repeated(resumed)
         assert code == 1
-        assert "step 4 is the first whose weights differ from the run's" in shown
+        assert shown.endswith("step 4 is the first whose weights differ from the run's\n")
+        # The bits of one tensor of the same step.
+        weights = resumed / "weights.jsonl"
+        bits = weights.read_text()
+        weights.write_text(_with_other_tensor(bits, step=4, number=2))
+        try:
+            code, shown = repeated(resumed)
+        finally:
+            weights.write_text(bits)
+        name = list(tensors_of_step(resumed, 4))[2]
+        assert f"step 4 is the first whose weights differ from the run's: tensor {name} of" in shown
         for line in lines:
             line.pop("weights", None)
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -96,6 +108,15 @@ def test_a_step_with_other_weights_is_named(resumed: Path) -> None:
         assert "identical" not in shown
     finally:
         file.write_text(text)
+
+
+def _with_other_tensor(text: str, *, step: int, number: int) -> str:
+    lines = [json.loads(line) for line in text.splitlines()]
+    (line,) = (one for one in lines if one.get("step") == step)
+    bits = bytearray(base64.b64decode(line["tensors"]))
+    bits[number] ^= 1
+    line["tensors"] = base64.b64encode(bits).decode()
+    return "".join(json.dumps(one) + "\n" for one in lines)
 
 
 def test_a_changed_setting_is_a_what_if_analysis(resumed: Path) -> None:
