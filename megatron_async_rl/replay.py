@@ -12,7 +12,8 @@ Invariants:
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,13 @@ from megatron_async_rl.flow.starts import Start, config_of, read_starts, start_o
 from megatron_async_rl.launch.addresses import Nodes
 from megatron_async_rl.launch.launcher import launch
 from megatron_async_rl.launch.rendezvous import PeerNodes
-from megatron_async_rl.metrics.log import MetricRow, digests_of_steps, number, read_metrics
+from megatron_async_rl.metrics.log import (
+    MetricRow,
+    digests_of_steps,
+    number,
+    read_metrics,
+    read_newest,
+)
 from megatron_async_rl.metrics.weight_log import tensors_of_step
 from megatron_async_rl.plan.layout import device_of, rank_environment
 from megatron_async_rl.plan.layout_problems import layout_problems
@@ -127,22 +134,13 @@ def plan_replay(
     if not (run_dir / "config.yaml").is_file():
         what = f"{run_dir} has no config.yaml: it is not a run"
         raise UserError.of("RUN", what, "name a run directory, the `run.dir` of its config")
-    try:
-        recorded = RecordedBatches(run_dir)
-        last_recorded = recorded.last_step
-        if not last_recorded:
-            raise UserError.of(
-                "RUN", f"{run_dir} has no step in its sample log", "wait for a first step"
-            )
-        saved = {step_of(path): path for path in checkpoints(run_dir / "checkpoint")}
-        first_step = _first_step(recorded, saved, first)
-        begin, checkpoint = _beginning(saved, first_step)
-        last = last_recorded if count is None else min(first_step + count - 1, last_recorded)
-        for step in (begin, last):  # the ends; the trainer reads the others as it reaches them
-            recorded.batch(step)
-    except (NotRecorded, SegmentBroken) as error:
-        what = error.what if isinstance(error, NotRecorded) else f"{error.path} {error.what}"
-        raise UserError.of("RUN", what, error.fix) from error
+    log = _recorded_steps(run_dir)
+    saved = {step_of(path): path for path in checkpoints(run_dir / "checkpoint")}
+    first_step = _first_step(log, saved, first)
+    begin, checkpoint = _beginning(saved, first_step)
+    last = log.last_step if count is None else min(first_step + count - 1, log.last_step)
+    for step in (begin, last):  # the ends; the trainer reads the others as it reaches them
+        log.require(step)
     starts = read_starts(run_dir)
     return ReplayPlan(
         run_dir=run_dir,
@@ -153,18 +151,66 @@ def plan_replay(
     )
 
 
-def _first_step(recorded: RecordedBatches, saved: dict[int, Path], requested: int | None) -> int:
+class _ReplayableSteps:
+    """Steps whose batches are known. recorded: null for a supervised run, because data and seed
+    determine its batches."""
+
+    def __init__(self, recorded: RecordedBatches | None, last_step: int) -> None:
+        self._recorded = recorded
+        self.last_step = last_step
+
+    @property
+    def whole(self) -> bool:
+        return self._recorded is None or self._recorded.whole
+
+    def require(self, step: int) -> None:
+        """Raise UserError if the batch of a step is not complete."""
+        if self._recorded is not None:
+            with _reading_log():
+                self._recorded.batch(step)
+
+    def has(self, step: int) -> bool:
+        try:
+            self.require(step)
+        except UserError:
+            return False
+        return True
+
+
+def _recorded_steps(run_dir: Path) -> _ReplayableSteps:
+    """Raises UserError for a run without a log or without a step."""
+    if load(run_dir / "config.yaml").supervised:
+        rows = read_newest(run_dir, 1)
+        recorded, last = None, int(rows[-1]["step"]) if rows else 0  # type: ignore[arg-type]
+    else:
+        with _reading_log():
+            recorded = RecordedBatches(run_dir)
+            last = recorded.last_step
+    if not last:
+        raise UserError.of("RUN", f"{run_dir} has made no step", "wait for its first step")
+    return _ReplayableSteps(recorded, last)
+
+
+@contextmanager
+def _reading_log() -> Iterator[None]:
+    """Turn errors of the sample log into a UserError."""
+    try:
+        yield
+    except NotRecorded as error:
+        raise UserError.of("RUN", error.what, error.fix) from error
+    except SegmentBroken as error:
+        raise UserError.of("RUN", f"{error.path} {error.what}", error.fix) from error
+
+
+def _first_step(log: _ReplayableSteps, saved: dict[int, Path], requested: int | None) -> int:
     if requested is not None:
-        if requested > recorded.last_step:
-            raise UserError.of(
-                "--from",
-                f"the log's last step is {recorded.last_step}",
-                f"name a step up to {recorded.last_step}",
-            )
+        if requested > log.last_step:
+            what = f"the last recorded step is {log.last_step}"
+            raise UserError.of("--from", what, f"name a step up to {log.last_step}")
         return requested
-    if recorded.whole:
+    if log.whole:
         return 1
-    possible = [step + 1 for step in sorted(saved) if _is_recorded(recorded, step + 1)]
+    possible = [step + 1 for step in sorted(saved) if log.has(step + 1)]
     if not possible:
         raise UserError.of(
             "RUN",
@@ -173,14 +219,6 @@ def _first_step(recorded: RecordedBatches, saved: dict[int, Path], requested: in
             "raise samples.keep_mib or checkpoint.keep in the next run",
         )
     return possible[0]
-
-
-def _is_recorded(recorded: RecordedBatches, step: int) -> bool:
-    try:
-        recorded.batch(step)
-    except (NotRecorded, SegmentBroken):
-        return False
-    return True
 
 
 def _beginning(saved: dict[int, Path], first: int) -> tuple[int, Path | None]:

@@ -317,10 +317,10 @@ def open_batches(
 ) -> BatchSource:
     """Return the batches that `config` requests, from `position` on (None: from the beginning).
     `gpus`: those of the trainer's ranks, by host name."""
-    if config.run.replay is not None:
-        return RecordedSteps(config.run.replay, config.run.dir)
     if config.supervised:
         return GivenResponses(config, position)
+    if config.run.replay is not None:
+        return RecordedSteps(config.run.replay, config.run.dir)
     return RolloutBatches(config, device_type, position, gpus)
 
 

@@ -182,7 +182,8 @@ class Rank0(OtherRank):
         if schedule is not None:
             self._eval_log = EvalLog(config.run.dir, schedule.means)
         data = None
-        if position is not None and config.run.replay is None:
+        # The log of the replayed run has the batches of its engines.
+        if position is not None and (config.run.replay is None or config.supervised):
             # Waiting groups of the checkpoint: no admitted sample is lost by a resume.
             buffer = read_file(config.run.dir / "checkpoint", BUFFER_FILE)
             data = DataState(state=position["data"], buffer=buffer, oldest=oldest)

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from megatron_async_rl import replay as replays
+from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.launch.launcher import _prepare_directory
@@ -131,7 +132,7 @@ def test_a_changed_setting_is_a_what_if_analysis(resumed: Path) -> None:
     ("changes", "first", "message"),
     [
         (("rollout.engines=3",), None, r"rollout\.engines\n.*no effect on a replay"),
-        ((), 9, r"--from\n.*last step is 6"),
+        ((), 9, r"--from\n.*last recorded step is 6"),
         (("policy.optimiser.lr=1",), None, r"policy\.optimiser"),
     ],
 )
@@ -142,9 +143,11 @@ def test_a_request_that_cannot_be_met_is_refused(
         repeated(resumed, *changes, first=first)
 
 
-def test_a_folder_without_a_run_or_without_a_log_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_or_without_a_log_is_refused(
+    loop: OneProcess, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="is not a run"):
         repeated(tmp_path)
-    (tmp_path / "config.yaml").touch()
+    (tmp_path / "config.yaml").write_text(dump(loop.config("not started")))
     with pytest.raises(UserError, match="no log of its samples"):
         repeated(tmp_path)
