@@ -145,7 +145,8 @@ class SamplesConfig(Strict):
     """The log of finished samples, RUN/samples, which `mar samples` and the report show."""
 
     keep_mib: NonNegativeInt = 2048
-    """Size limit, compressed; the oldest samples are deleted first. 0 logs none."""
+    """Size limit, compressed; the oldest samples are deleted first, except those that a replay from
+    the oldest kept checkpoint needs. 0 logs none."""
     segment_mib: PositiveInt = 64
     """Size at which a new file begins; at most half of keep_mib."""
     experts: bool = False

@@ -131,7 +131,7 @@ class Controller(Listener):
             name_this_process(NAME)
             watch.join(NAME)
             watch.fact("flow", lambda: describe_flow(self.stats(), self._rewards.waiting))
-            self._sample_log = open_sample_log(spec.run_dir, spec.samples)
+            self._sample_log = open_sample_log(spec.run_dir, spec.samples, spec.flow.async_ratio)
         if position is not None:
             # Before engines start, which takes minutes: the position may be refused.
             self._source.load_state(position.state["source"])

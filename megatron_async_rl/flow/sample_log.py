@@ -35,6 +35,7 @@ import pyarrow.compute as pc
 
 from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.schema import SamplesConfig
+from megatron_async_rl.flow.log_retention import make_room
 from megatron_async_rl.samples.columns import LOGGED, SCHEMA
 from megatron_async_rl.samples.frames import (
     FOLDER,
@@ -61,7 +62,6 @@ from megatron_async_rl.samples.segments import (
     gaps_in,
     payload_of,
     read_batches,
-    size_of,
 )
 from megatron_async_rl.samples.types import Prompt
 from megatron_async_rl.watchdog.events import note
@@ -135,8 +135,10 @@ class SampleLog:
 class SampleLogWriter(SampleLog):
     """Log that writes segments to `run_dir`/samples, from `begin` on."""
 
-    def __init__(self, run_dir: Path, settings: SamplesConfig) -> None:
+    def __init__(self, run_dir: Path, settings: SamplesConfig, async_ratio: float = 0.0) -> None:
+        """`async_ratio`: flow.async_ratio, which decides what log_retention.py keeps."""
         super().__init__()
+        self._async_ratio = async_ratio
         self._run_dir, self._folder = run_dir, run_dir / FOLDER
         self._keep = settings.keep_mib * 2**20
         self._segment_size = settings.segment_mib * 2**20
@@ -153,6 +155,7 @@ class SampleLogWriter(SampleLog):
         self._evaluated_before = set[int]()
         self._retry_at: float | None = None
         self._noted = False
+        self._exceeds = False
         self._damaged = set[Path]()
         self._highest = -1
         self._lost = 0
@@ -434,14 +437,11 @@ class SampleLogWriter(SampleLog):
         """Return a new segment, after deleting the oldest ones to make space."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._finish_open()  # files that could not be closed before
+        too_large = make_room(self._run_dir, self._keep, self._segment_size, self._async_ratio)
+        if too_large is not None and not self._exceeds:
+            self._exceeds = True
+            self._note_apart(too_large)
         old = numbers_in(self._folder)
-        sizes = {number: size_of(self._folder, number) for number in old}
-        while old and sum(sizes.values()) + self._segment_size > self._keep:
-            for table in TABLES:
-                path = file_of(self._folder, table, old[0])
-                if path is not None:
-                    path.unlink(missing_ok=True)
-            del sizes[old.pop(0)]
         self._highest = max(self._highest, old[-1] if old else -1) + 1
         return OpenSegment(self._folder, self._highest, self._schema)
 
@@ -485,9 +485,9 @@ class SampleLogWriter(SampleLog):
             log.warning("%s (and not noted: %s)", text, error)
 
 
-def open_sample_log(run_dir: Path, settings: SamplesConfig) -> SampleLog:
+def open_sample_log(run_dir: Path, settings: SamplesConfig, async_ratio: float = 0.0) -> SampleLog:
     """Return the log that the configuration requests; no file changes before `begin`."""
-    return SampleLogWriter(run_dir, settings) if settings.keep_mib else SampleLog()
+    return SampleLogWriter(run_dir, settings, async_ratio) if settings.keep_mib else SampleLog()
 
 
 _Subject = tuple[int, str | None, float | None]

@@ -103,6 +103,11 @@ class RecordedBatches:
                 return max(known)
         return 0
 
+    def segment_of(self, step: int) -> int:
+        """Return the segment in which the rows of a step begin."""
+        first = int(np.searchsorted(np.array(self._first_steps), step, side="left"))
+        return self._segments[max(first - 1, 0)]
+
     def batch(self, step: int) -> TrainBatch:
         """Return the batch of an optimizer step, without text. Raises NotRecorded."""
         try:

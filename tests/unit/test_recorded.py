@@ -10,8 +10,15 @@ import pyarrow as pa
 import pytest
 
 from megatron_async_rl.config.schema import SamplesConfig
+from megatron_async_rl.flow.log_retention import make_room
 from megatron_async_rl.flow.sample_log import SampleLogWriter
-from megatron_async_rl.samples.frames import FOLDER, SegmentBroken, file_of, replace_whole
+from megatron_async_rl.samples.frames import (
+    FOLDER,
+    SegmentBroken,
+    file_of,
+    numbers_in,
+    replace_whole,
+)
 from megatron_async_rl.samples.recorded import NotRecorded, RecordedBatches
 from megatron_async_rl.samples.segments import OUTCOMES, payload_of, read_batches
 from tests.logged_samples import GROUP, STEPS, logged_run, row, sample
@@ -141,6 +148,60 @@ def test_logs_of_earlier_versions_and_runs_without_a_log_are_refused(tmp_path: P
     assert found.equals(OUTCOMES)
     with pytest.raises(NotRecorded, match="written by an earlier version"):
         RecordedBatches(run_dir).batch(1)
+
+
+def checkpoint(run_dir: Path, step: int) -> None:
+    folder = run_dir / "checkpoint" / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "about.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("saved", "async_ratio", "kept"),
+    [
+        ((), 0.0, []),  # nothing could be replayed
+        ((4, 5), 0.0, [1, 2]),  # step 5 begins the last segment, and may begin the one before
+        ((5,), 0.0, [2]),
+        ((5,), 2.0, [1, 2]),  # samples of step 6 may be two steps old
+        ((2,), 9.0, [0, 1, 2]),
+    ],
+)
+def test_segments_stay_that_the_oldest_checkpoint_needs(
+    tmp_path: Path, saved: tuple[int, ...], async_ratio: float, kept: list[int]
+) -> None:
+    run_of_several_segments(tmp_path)
+    for step in saved:
+        checkpoint(tmp_path, step)
+    note = make_room(tmp_path, keep=0, added=1, async_ratio=async_ratio)
+    assert numbers_in(tmp_path / FOLDER) == kept
+    assert (note is not None) == bool(kept)
+    if kept:
+        assert "more than samples.keep_mib: 0" in str(note)
+        recorded = RecordedBatches(tmp_path)
+        for step in range(saved[0] + 1, recorded.last_step + 1):
+            assert len(recorded.batch(step).samples) == GROUP
+
+
+def test_nothing_is_deleted_from_a_log_that_fits(tmp_path: Path) -> None:
+    run_of_several_segments(tmp_path)
+    assert make_room(tmp_path, keep=2**20, added=1, async_ratio=0.0) is None
+    assert numbers_in(tmp_path / FOLDER) == [0, 1, 2]
+
+
+def test_a_run_notes_once_that_its_log_is_larger_than_requested(tmp_path: Path) -> None:
+    run_of_several_segments(tmp_path)
+    checkpoint(tmp_path, 2)
+    log = SampleLogWriter(tmp_path, SamplesConfig(keep_mib=2, segment_mib=1), async_ratio=9.0)
+    log._keep = 0
+    log.begin(10**6)
+    for group in (100, 101):
+        log.admitted(group, group)
+        log.flush()
+        log._close_segment(log._segment)
+    log.close()
+    notes = (tmp_path / "events.jsonl").read_text()
+    assert notes.count("more than samples.keep_mib") == 1
+    assert numbers_in(tmp_path / FOLDER)[:3] == [0, 1, 2]
 
 
 def test_experts_are_in_a_batch_only_if_the_log_has_them(tmp_path: Path) -> None:
