@@ -97,8 +97,8 @@ print(*sys.modules, sep="\\n")
 @dataclass
 class Baseline:
     """A test file without a mutant. seconds, lines: of each test that passes; lines of the package
-    as `file:line`. imported: lines that importing the file executes. elsewhere: functions that other
-    processes of the tests execute (executed.py). digests: of the package's files in these."""
+    as `file:line`. imported: lines that importing the file executes. elsewhere: functions that
+    other processes of the tests execute (executed.py). digests: of the package's files in these."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, list[str]] = field(default_factory=dict)
