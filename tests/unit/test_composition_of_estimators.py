@@ -21,13 +21,16 @@ def objective(**settings):
         ({"advantage": "gae"}, "gae reads the estimates of a value head; add value"),
         (
             {"advantage": "grpo", "value": {}},
-            "grpo makes no returns for it to learn; set advantage: gae",
+            "grpo computes no returns for the value head; set advantage: gae",
         ),
-        ({"advantage": "otb"}, "not the same with proximal: behavior; set proximal: recompute"),
+        (
+            {"advantage": "otb"},
+            "these policies differ with proximal: behavior; set proximal: recompute",
+        ),
         ({"advantage": "otb", "proximal": "loglinear"}, "set proximal: recompute"),
         (
             {"advantage": {"name": "opob", "mode": "exact"}, "loss": "ppo_clip"},
-            "ppo_clip clips or weighs by the advantage; set a loss that does not, like reinforce",
+            "ppo_clip is not, because the loss clips or weights by the advantage",
         ),
         (
             {
@@ -54,15 +57,15 @@ def objective(**settings):
         ),
         (
             {"corrections": [OPSM, TIS]},
-            r"corrections \['tis'\] look at pi_prox / pi_behavior, which is 1",
+            r"corrections \['tis'\] read pi_prox / pi_behavior, which is 1",
         ),
         (
             {"corrections": [OPSM, TIS], "proximal": "recompute"},
-            r"corrections \['opsm'\] look at pi / pi_prox, which is 1",
+            r"corrections \['opsm'\] read pi / pi_prox, which is 1",
         ),
         (
             {"corrections": ["token_veto"]},
-            r"corrections \['token_veto'\] look at pi_prox / pi_behavior",
+            r"corrections \['token_veto'\] read pi_prox / pi_behavior",
         ),
     ],
 )

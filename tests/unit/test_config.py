@@ -711,7 +711,7 @@ def test_a_path_that_libraries_would_read_otherwise_is_refused(
         load(file, ["run.dir=/runs/é"])
     (problem,) = refused.value.problems
     assert problem.key == "run.dir"
-    assert "/runs/é is not a path that all parts of a run can open in this locale" in problem.what
+    assert "/runs/é is a path that some libraries cannot open in this locale" in problem.what
     monkeypatch.setattr("sys.getfilesystemencoding", lambda: "utf-8")
     assert load(file, ["run.dir=/runs/é"]).run.dir == Path("/runs/é")
 

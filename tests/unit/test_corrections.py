@@ -197,13 +197,13 @@ def test_the_k_statistics_estimate_the_divergence_of_the_sampling_policy_from_th
             "k3 adds up along a sequence",
         ),
         ({"statistic": "k1", "level": "token", "high": None}, "nothing would be rejected"),
-        ({"statistic": "k2", "level": "token", "low": 0.1, "high": 1.0}, "no low"),
+        ({"statistic": "k2", "level": "token", "low": 0.1, "high": 1.0}, "remove low"),
         ({"statistic": "k3", "level": "token", "high": 0.0}, "high > 0"),
-        ({"statistic": "ratio", "level": "token", "low": 0.0, "high": 2.0}, "a ratio is above 0"),
+        ({"statistic": "ratio", "level": "token", "low": 0.0, "high": 2.0}, "bound a ratio"),
         ({"statistic": "ratio", "level": "token", "low": 2.0, "high": 1.0}, "must be below high"),
     ],
 )
-def test_a_rejection_that_makes_no_sense_is_refused(settings, reason):
+def test_a_rejection_without_a_meaning_is_refused(settings, reason):
     with pytest.raises(ValidationError, match=reason):
         RejectCorrection(**settings)
 

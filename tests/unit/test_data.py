@@ -970,9 +970,9 @@ def test_a_mixture_of_one_has_the_state_that_a_file_always_had() -> None:
 @looped(
     ("data", "what"),
     [
-        ({}, "give one of them"),
-        ({"train": "a", "sources": [{"path": "b"}]}, "give one of them"),
-        ({"sources": [{"path": "a/x.jsonl"}, {"path": "b/x.jsonl"}]}, "two are called x"),
+        ({}, "set one of them"),
+        ({"train": "a", "sources": [{"path": "b"}]}, "set one of them"),
+        ({"sources": [{"path": "a/x.jsonl"}, {"path": "b/x.jsonl"}]}, "two sources are called x"),
         ({"train": "a", "prompt_key": "q", "messages_key": "m"}, "both name the column"),
         (
             {"sources": [{"path": "a", "prompt_key": "q", "messages_key": "m"}]},

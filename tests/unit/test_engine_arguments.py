@@ -123,7 +123,7 @@ def test_weights_are_quantised_as_they_are_loaded_or_not_at_all(tmp_path: Path) 
     assert set(QUANTISED_AS_LOADED) < set(_ONLINE_SHORTHANDS)
     found = engine_arguments(spec_with(tmp_path, quantization="fp8_per_channel"))
     assert found.quantization == "fp8_per_channel"
-    with pytest.raises(ValidationError, match="gptq is for weights that were quantised before"):
+    with pytest.raises(ValidationError, match="gptq is for weights that are already quantised"):
         spec_with(tmp_path, quantization="gptq")
 
 

@@ -184,7 +184,7 @@ def test_what_ends_a_response_changes_no_log_prob(file: Path) -> None:
     ("override", "what"),
     [
         ("rollout.sampling.temperature=0", "the responses of a group are equal"),
-        ("rollout.sampling.regex='[0-9]+'", "a grammar forbids other tokens at each place"),
+        ("rollout.sampling.regex='[0-9]+'", "in training a grammar would exclude tokens"),
         ("rollout.sampling.guided_json={}", "eval.sampling.json_schema"),
         ("rollout.sampling.structured_outputs={}", "eval.sampling.json_schema"),
     ],
