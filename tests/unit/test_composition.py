@@ -110,7 +110,7 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
     [
         (
             ["objective={loss: oapl, advantage: none}", "flow.async_ratio=1"],
-            ["oapl", "one weight version", "flow.async_ratio: 0"],
+            ["oapl", "a single weight version", "flow.async_ratio: 0"],
         ),
         (["objective={loss: ppo_clip, advantage: opob}"], ["opob", "ppo_clip", "reinforce"]),
         (
@@ -123,7 +123,7 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
                 "objective={loss: reinforce, advantage: none}",
                 "flow={prompts_per_step: 4, group_size: 1, dynamic_sampling: true}",
             ],
-            ["dynamic_sampling", "a group of one"],
+            ["dynamic_sampling", "of one response"],
         ),
         (
             ["objective={loss: kimi, advantage: none}", "flow.group_size=1"],
@@ -136,12 +136,12 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
         ),
         (
             ["objective={loss: dppo_tv, proximal: recompute, corrections: [tis]}"],
-            ["tis", "dppo_tv", "already holds"],
+            ["tis", "dppo_tv", "already contains"],
         ),
         (["objective.corrections=[tis]"], ["tis", "proximal: behavior", "proximal: recompute"]),
         (["objective={loss: topr, advantage: grpo}"], ["topr", "no advantage", "advantage: none"]),
         (["objective.advantage=gae"], ["gae", "add value"]),
-        (["controls=[gac, matched_norm]"], ["gac", "matched_norm", "one at a time"]),
+        (["controls=[gac, matched_norm]"], ["gac", "matched_norm", "one per run"]),
     ],
     ids=lambda value: value[0] if "=" in value[0] else "",
 )

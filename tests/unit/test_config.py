@@ -291,12 +291,12 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         ("controls=[gac, gac]", "config", "each at most once", "change one"),
         ("objective={loss: sft, advantage: rloo}", "objective", "set advantage: none", "change"),
         ("objective.loss=sft", "config", "remove `rollout`", "change one"),
-        ("eval={every: 2}", "config", "needs held-out prompts: name a file as data.eval", "change"),
+        ("eval={every: 2}", "config", "needs held-out prompts; name a file as data.eval", "change"),
         ("data.max_tokens=9", "config", "is for given responses", "change one"),
         (
             "rollout.reward={name: 'm:f', per: group, timeout_s: 600}",
             "config",
-            "permits a reward as long as watchdog.timeout_s: 600",
+            "must be below watchdog.timeout_s: 600",
             "change one",
         ),
     ],
@@ -361,9 +361,9 @@ REPLAYED = ["objective.proximal=recompute", "objective.loss=ppo_clip"]
     [
         (["policy.routing_replay=rollout"], ""),
         ([*REPLAY, *REPLAYED], ""),
-        ([*REPLAY, "objective.proximal=behavior"], "pass that makes pi_prox under the weights"),
+        ([*REPLAY, "objective.proximal=behavior"], "pass that computes pi_prox at the start"),
         ([REPLAY[0], *REPLAYED], "several optimizer steps; set objective.proximal: recompute"),
-        ([*REPLAY, REPLAYED[0], "objective.loss=reinforce"], "reinforce without corrections has"),
+        ([*REPLAY, REPLAYED[0], "objective.loss=reinforce"], "reinforce without corrections needs"),
         (
             [
                 *REPLAY,
@@ -376,10 +376,10 @@ REPLAYED = ["objective.proximal=recompute", "objective.loss=ppo_clip"]
         ),
         (
             ["policy.routing_replay=rollout", "objective={loss: sft, advantage: none}"],
-            "sft learns from given ones",
+            "sft learns from given responses",
         ),
         (["rollout.vllm.enable_return_routed_experts=true"], "sets it: policy.routing_replay"),
-        (["samples.experts=true"], "policy.routing_replay: rollout has the engines record"),
+        (["samples.experts=true"], "engines record with policy.routing_replay: rollout"),
         (["samples.experts=true", "policy.routing_replay=rollout"], ""),
     ],
 )
@@ -397,9 +397,9 @@ def test_replay_of_experts_wants_a_pass_that_chose_them(file, overrides, what):
     [
         (
             ["rollout.pipeline=2", "policy.routing_replay=rollout"],
-            "where one stage has all layers",
+            "only if one stage has all layers",
         ),
-        (["rollout.vllm.enable_expert_parallel=true"], "that is 1"),
+        (["rollout.vllm.enable_expert_parallel=true"], "which is 1"),
         (["rollout.vllm.quantization=fp8_per_channel"], "set model.dtype: bfloat16"),
     ],
 )
@@ -462,8 +462,8 @@ def test_a_wrong_value_in_the_file_names_its_line(file):
         ("run: [1\n", 2, "not YAML"),
         ("a: 1\nb: c: d\n", 2, "not YAML"),
         ("a: 1\n\tb: 2\n", 2, "not YAML"),
-        ("a: 1\nb: 2\na: 3\n", 3, "given twice, on lines 1 and 3"),
-        ("run:\n  dir: x\n  dir: y\n", 3, "given twice, on lines 2 and 3"),
+        ("a: 1\nb: 2\na: 3\n", 3, "set twice, on lines 1 and 3"),
+        ("run:\n  dir: x\n  dir: y\n", 3, "set twice, on lines 2 and 3"),
         ("- 1\n", 1, "list, not a mapping"),
     ],
 )
@@ -533,8 +533,8 @@ def test_null_and_quotes_are_the_only_yaml_in_text(file):
     assert load(file, ["data.system_prompt=null"]).data.system_prompt is None
     assert load(file, ["data.system_prompt='null'"]).data.system_prompt == "null"
     assert load(file, ["data.system_prompt=''"]).data.system_prompt == ""
-    assert "given no value" in problem(file, "data.system_prompt=").what
-    assert "given no value" in problem(file, "eval= ").what
+    assert "has no value" in problem(file, "data.system_prompt=").what
+    assert "has no value" in problem(file, "eval= ").what
     assert problem(file, "run.dir=~").key == "run.dir"
     assert problem(file, "run.dir=~nobody-of-that-name/x").key == "run.dir"
 

@@ -867,7 +867,7 @@ def test_a_file_may_be_given_columns_and_its_rows_need_what_their_reward_reads(
     assert [sorted(row) for row in seen] == [["kind"], ["answer"], ["answer", "kind"]], (
         "just what the prompts have as fields"
     )
-    with pytest.raises(ValueError, match="holds what JSON does not"):
+    with pytest.raises(ValueError, match="contains a value that JSON does not have"):
         read_with(nothing_more, fields={"day": datetime(2026, 1, 2)})
     with pytest.raises(DataError, match=r"a.jsonl:2: has no `tests`"):
         read_with(Required(needed))

@@ -800,10 +800,10 @@ def test_by_relay_engines_need_no_gpus_of_the_trainers_machine(file, monkeypatch
 @pytest.mark.parametrize(
     ("transport", "why"),
     [
-        ("relay", "brings weights to engines on other machines"),
+        ("relay", "sends weights to engines on other machines"),
         (
             "collective",
-            "connects the policy's device with others, and NCCL accepts no device twice",
+            "sends weights between devices over NCCL, which accepts each device only once",
         ),
     ],
 )

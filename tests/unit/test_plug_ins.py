@@ -160,13 +160,13 @@ def test_the_rules_hold_for_a_plug_in_too(folder):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mine:", "write for example my_loss:MyLoss"),
+        ("mine:", "write, for example, my_loss:MyLoss"),
         ("nowhere:Loss", "importing nowhere failed: ModuleNotFoundError"),
         ("broken:Loss", "importing broken failed: ZeroDivisionError"),
-        ("mine:Missing", "is not a class of that module that is derived from LossSettings"),
-        ("mine:SlowerSettings", "is not a class of that module that is derived from LossSettings"),
+        ("mine:Missing", "is not a subclass of LossSettings in that module"),
+        ("mine:SlowerSettings", "is not a subclass of LossSettings in that module"),
         ("mine:Nameless", "no field `name: str`"),
-        ("mine:Methodless", "no class attribute `method`"),
+        ("mine:Methodless", "no class attribute `method`; add it"),
         ("script:Loss", "importing script failed: SystemExit"),
         ("mine:Bare", "it must be an instance of megatron_async_rl.objectives.method.LossMethod"),
         ("mine:Misplaced", "it must be an instance of .*LossMethod"),
