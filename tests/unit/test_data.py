@@ -146,7 +146,7 @@ def test_splits_are_words_in_the_names_of_files(
         return
     with pytest.raises(DataError, match=f"several splits: {splits} ") as caught:
         read(tmp_path)
-    suggested = caught.value.fix.removeprefix("name one of them, such as ").partition(", or")[0]
+    suggested = caught.value.fix.removeprefix("name one split, such as ").partition(", or")[0]
     assert len(read(Path(suggested)).prompts) == 1, "what is suggested can be read"
 
 
@@ -158,7 +158,7 @@ def test_held_out_data_in_a_folder_are_not_trained_on_unasked(
     folder.mkdir()
     as_jsonl(folder / f"{held_out}.jsonl", [{"prompt": "held out"}])
     for location in (folder, folder / "*.jsonl"):
-        with pytest.raises(DataError, match=f"is training data and holds .*: {held_out}.jsonl"):
+        with pytest.raises(DataError, match=f"is training data and contains .*: {held_out}.jsonl"):
             read(location)
     as_jsonl(folder / "questions.jsonl", [{"prompt": "question"}])
     for location in (folder, folder / "*.jsonl"):
@@ -208,9 +208,9 @@ def test_a_folder_with_files_that_would_be_passed_over_is_refused(tmp_path: Path
     (tmp_path / "links" / "a.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"links/a.jsonl: cannot be read: No such file"):
         read(tmp_path / "links")
-    with pytest.raises(DataError, match="holds no data file, only folders: ") as caught:
+    with pytest.raises(DataError, match="contains no data file, only folders: ") as caught:
         read(tmp_path)
-    assert "name one of them" in caught.value.fix
+    assert "name one of the folders" in caught.value.fix
 
 
 def test_a_column_of_bytes_is_named_where_it_is_missed(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_bytes_behind_numbers_and_types_of_libraries_are_what_json_holds_too(
     assert dict(one.fields) == {"at": "1970-01-01 00:00:00.000000001"}, "pandas has nanoseconds"
     late = {"prompt": ["a"], "at": pyarrow.array([10**15], pyarrow.timestamp("s"))}
     parquet.write_table(pyarrow.table(late), tmp_path / "d.parquet")
-    with pytest.raises(DataError, match=r"(?s)d.parquet: holds a value in at that .*as text"):
+    with pytest.raises(DataError, match=r"(?s)d.parquet: has a value in at outside .*as text"):
         read(tmp_path)
 
 
@@ -304,7 +304,7 @@ def test_maps_of_a_table_are_objects(tmp_path: Path) -> None:
     assert (one.text, dict(one.fields)) == ("u:q\x01\na:", {"n": {"1": "x"}})
     twice = pyarrow.array([[("a", "1"), ("a", "2")]], kind)
     parquet.write_table(pyarrow.table({"prompt": ["q"], "m": twice}), path)
-    with pytest.raises(DataError, match="holds a map with a key twice"):
+    with pytest.raises(DataError, match="has a map with a duplicate key"):
         read(path)
 
 
@@ -456,7 +456,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 @looped(
     ("name", "content", "what"),
     [
-        ("d.txt", b"a", r"d.txt: ends in .txt, which is not a supported format"),
+        ("d.txt", b"a", r"d.txt: has the extension .txt, which is not a supported format"),
         ("d.json", b"[1, 2", r"d.json: is not JSON"),
         ("d.json", b'[{"prompt": "a"}, 3]', r"d.json:2: is a JSON number, not an object"),
         ("d.parquet", b"PAR?", r"d.parquet: is not Parquet"),
@@ -464,7 +464,11 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         ("d.csv", b"prompt,prompt\na,1\n", r"d.csv:1: names the column 'prompt' twice"),
         ("d.csv", b'prompt\n"a\n', r"is not CSV"),
         ("d.csv", b"prompt;answer\na;1\n", r"d.csv:1: has no comma in its first line"),
-        ("d.json", b'{"data":\n [{"prompt": "a"}]}', r"is one JSON object, .*\n.*that of `data`"),
+        (
+            "d.json",
+            b'{"data":\n [{"prompt": "a"}]}',
+            r"is one JSON object, .*\n.*the list of `data`",
+        ),
         ("d.json", "[]".encode("utf-16"), r"d.json:1: is not UTF-8"),
         ("d.json", b'[{"prompt": "a", "x": ' + DEEP + b"}]", r"d.json: is not JSON: maximum"),
         ("d.jsonl", b'{"prompt": "a", "x": ' + DEEP + b"}", r"d.jsonl:1: is not JSON: maximum"),
@@ -472,18 +476,18 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         ("d.json", b'[{"prompt": "a", "x": {"y": 1, "y": 1}}]', r"d.json: .*the key 'y' twice"),
         ("d.csv", b"prompt\na\xff\n", r"d.csv:2: is not UTF-8"),
         ("d.json", b"5", r"d.json:1: is a JSON number, not an object"),
-        ("d.json", b'{"data": [{"prompt": "a"}]}', r"is one JSON object, .*\n.*that of `data`"),
-        ("d.jsonl", b'[{"prompt": "a"}]', r"d.jsonl:1: is a JSON list, .*\n.*ends in .json"),
-        ("d.jsonl", b'[\n{"prompt": "a"}]', r"d.jsonl:1: is not JSON: .*\n.*ends in .json"),
+        ("d.json", b'{"data": [{"prompt": "a"}]}', r"is one JSON object, .*\n.*the list of `data`"),
+        ("d.jsonl", b'[{"prompt": "a"}]', r"d.jsonl:1: is a JSON list, .*\n.*rename .* to .json"),
+        ("d.jsonl", b'[\n{"prompt": "a"}]', r"d.jsonl:1: is not JSON: .*\n.*rename .* to .json"),
         ("d.jsonl", b'{"prompt": "a"}\n{"a": 1},', r"d.jsonl:2: .*at column 9\n.*without a comma"),
         ("d.jsonl", b'\n{"prompt": "a"}\r\nnull\r\n', r"d.jsonl:3: is a JSON null, not an object"),
-        ("d.jsonl", gzip.compress(b"{}", mtime=0), r"d.jsonl: is compressed, by gzip"),
-        ("d.csv", gzip.compress(b"a,b", mtime=0), r"d.csv: is compressed, by gzip"),
-        ("d.jsonl.gz", b"", r"d.jsonl.gz: ends in .gz, .*\n.*decompress it"),
-        ("d.arrow", b"", r"d.arrow: ends in .arrow, .*\n.*write it as Parquet"),
+        ("d.jsonl", gzip.compress(b"{}", mtime=0), r"d.jsonl: is compressed with gzip"),
+        ("d.csv", gzip.compress(b"a,b", mtime=0), r"d.csv: is compressed with gzip"),
+        ("d.jsonl.gz", b"", r"d.jsonl.gz: has the extension .gz, .*\n.*decompress it"),
+        ("d.arrow", b"", r"d.arrow: has the extension .arrow, .*\n.*write it as Parquet"),
         ("d.jsonl", b"", r"holds no prompts"),
         ("d.csv", b"\xef\xbb\xbf", r"holds no prompts"),
-        ("none-*.jsonl", None, r"holds no data file"),
+        ("none-*.jsonl", None, r"contains no data file"),
         ("nowhere.parquet", None, r"cannot be read: No such file"),
     ],
 )

@@ -129,7 +129,7 @@ def test_what_an_evaluation_writes_is_not_put_into_the_cache(
     [
         (
             "model.path=hf://me/tiny",
-            ("hf://me/tiny is not whole in the cache", "hf download me/tiny"),
+            ("hf://me/tiny is not complete in the cache", "hf download me/tiny"),
         ),
         (
             "data.train=hf://datasets/me/tiny@v2/x.jsonl",
@@ -137,7 +137,10 @@ def test_what_an_evaluation_writes_is_not_put_into_the_cache(
         ),
         (
             "data.train=hf://datasets/me/tiny#test",
-            ("hf://datasets/me/tiny#test is not whole in the cache", "--repo-type dataset me/tiny"),
+            (
+                "hf://datasets/me/tiny#test is not complete in the cache",
+                "--repo-type dataset me/tiny",
+            ),
         ),
         ("data.train=hf://me/tiny", ("is the name of a model", "write hf://datasets/me/tiny")),
         ("model.path=hf://datasets/me/tiny/x", ("is the name of a data set", "write hf://me/tiny")),
@@ -182,7 +185,7 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
 
     monkeypatch.setattr(socket, "create_connection", refused)
     said = refusal(run_of(tmp_path, f"data.train=hf://datasets/me/tiny{named}"))
-    assert f"is not whole in the cache ({cache}), and {UNREACHABLE} cannot be reached" in said
+    assert f"is not complete in the cache ({cache}), and {UNREACHABLE} cannot be reached" in said
     assert 1 <= len(tried) <= 3
 
 
@@ -306,7 +309,7 @@ def test_a_cache_that_lost_a_file_is_not_taken_for_the_whole_model(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert located(config)[0].model.path == found.model.path
     (found.model.path / "tokenizer.json").unlink()
-    assert "hf://me/tiny is not whole in the cache" in refusal(config)
+    assert "hf://me/tiny is not complete in the cache" in refusal(config)
 
 
 ONE_PART = """---
@@ -399,7 +402,7 @@ def test_a_whole_data_set_is_the_files_of_its_split(
         ("train", TWO_PARTS, "x", "", ("several configurations", "#main/train, ", "#socratic/tr")),
         ("train", TWO_PARTS, "x", "#x/test", ("has no configuration x", "#socratic/test")),
         ("train", TWO_PARTS, "other/x.csv", "#socratic/test", ("no split test", "#socratic/train")),
-        ("train", None, "a.bin b.txt", "", ("names which of its files are a split",)),
+        ("train", None, "a.bin b.txt", "", ("neither its card nor the names of its files",)),
         ("eval", None, "a.csv b.csv", "#test", ("no split test", "write one of", "tiny#train")),
         ("train", "---\na: [\n---\n", "train.csv", "", ("card", "cannot be read", "train.csv")),
         (
@@ -434,7 +437,7 @@ def test_a_whole_data_set_in_the_cache_needs_no_network(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert located(config)[0].data.train == found
     test = run_of(tmp_path, "data.train=hf://datasets/me/tiny#test")
-    assert "hf://datasets/me/tiny/test.jsonl is not whole in the cache" in refusal(test)
+    assert "hf://datasets/me/tiny/test.jsonl is not complete in the cache" in refusal(test)
 
 
 def test_a_cache_that_does_not_list_the_data_set_must_have_its_card(
@@ -444,7 +447,7 @@ def test_a_cache_that_does_not_list_the_data_set_must_have_its_card(
     folder = cached(cache, "datasets", OLD)
     (folder / "train-00000-of-00002.jsonl").write_text('{"prompt": "0"}')
     config = run_of(tmp_path, "data.train=hf://datasets/me/tiny")
-    assert "hf://datasets/me/tiny is not whole in the cache" in refusal(config)
+    assert "hf://datasets/me/tiny is not complete in the cache" in refusal(config)
     (folder / "README.md").write_text("# A data set")
     assert "lacks 1 pieces, such as train-00001-of-00002.jsonl" in refusal(config)
     (folder / "train-00001-of-00002.jsonl").write_text('{"prompt": "1"}')

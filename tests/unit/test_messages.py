@@ -259,7 +259,7 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
-            r"has a list as tool_calls\[0\].function.arguments, and an object",
+            r"has a list as tool_calls\[0\].function.arguments, which must be an object",
         ),
         ({"content": "x", "function_call": {"name": "f"}}, "has a `function_call`, OpenAI's old"),
         ({"tool_calls": [{"id": "1"}]}, r"has no name of a function in tool_calls\[0\]"),
@@ -274,7 +274,7 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
-            r"has a number as tool_calls\[0\].function.arguments, and an object",
+            r"has a number as tool_calls\[0\].function.arguments, which must be an object",
         ),
         ({"content": None, "tool_calls": []}, "has no content"),
         ({"tool_calls": []}, "a chat message must be an object with `role` and `content`"),
