@@ -216,12 +216,12 @@ def test_a_folder_with_files_that_would_be_passed_over_is_refused(tmp_path: Path
 def test_a_column_of_bytes_is_named_where_it_is_missed(tmp_path: Path) -> None:
     row = {"prompt": b"1+1", "answer": "2", "extra": {"raw": b"x", "n": 1}}
     as_parquet(tmp_path / "d.parquet", [row])
-    with pytest.raises(DataError, match="column `prompt` that holds bytes") as caught:
+    with pytest.raises(DataError, match="column `prompt` of bytes") as caught:
         read(tmp_path)
     assert 'df["prompt"].str.decode("utf-8")' in caught.value.fix
-    with pytest.raises(DataError, match=r"column `extra.n` that holds bytes"):
+    with pytest.raises(DataError, match=r"column `extra.n` of bytes"):
         read(tmp_path, prompt_key="answer", answer_key="extra.n")
-    with pytest.raises(DataError, match=r"its columns: answer; left out, .* bytes: prompt, extra"):
+    with pytest.raises(DataError, match=r"its columns: answer; left out because .* bytes: prompt, extra"):
         read(tmp_path, prompt_key="question")
 
 
@@ -289,7 +289,7 @@ def test_every_arrow_type_of_text_is_read_and_of_bytes_left_out(tmp_path: Path) 
         parquet.write_table(pyarrow.table(columns), path)
         (one,) = read(path).prompts
         assert dict(one.fields) == {}, kind
-        with pytest.raises(DataError, match="column `raw` that holds bytes"):
+        with pytest.raises(DataError, match="column `raw` of bytes"):
             read(path, prompt_key="raw")
 
 
@@ -485,8 +485,8 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         ("d.csv", gzip.compress(b"a,b", mtime=0), r"d.csv: is compressed with gzip"),
         ("d.jsonl.gz", b"", r"d.jsonl.gz: has the extension .gz, .*\n.*decompress it"),
         ("d.arrow", b"", r"d.arrow: has the extension .arrow, .*\n.*write it as Parquet"),
-        ("d.jsonl", b"", r"holds no prompts"),
-        ("d.csv", b"\xef\xbb\xbf", r"holds no prompts"),
+        ("d.jsonl", b"", r"contains no prompts"),
+        ("d.csv", b"\xef\xbb\xbf", r"contains no prompts"),
         ("none-*.jsonl", None, r"contains no data file"),
         ("nowhere.parquet", None, r"cannot be read: No such file"),
     ],
@@ -504,8 +504,8 @@ def test_a_prompt_of_another_kind_is_refused_with_what_its_column_may_hold(tmp_p
     path = tmp_path / "d.jsonl"
     as_jsonl(path, [{"prompt": 7, "answer": "a"}])
     for keys, fix in (
-        ({}, "make it text, or a list of chat messages"),
-        ({"messages_key": "prompt"}, "make it a list of chat messages, or name a column of text"),
+        ({}, "write text, or a list of chat messages"),
+        ({"messages_key": "prompt"}, "write a list of chat messages, or name a column of text"),
     ):
         with pytest.raises(DataError, match=rf"d.jsonl:1: `prompt` is a number\n.*{fix}"):
             read(path, **keys)
@@ -875,9 +875,9 @@ def test_a_file_may_be_given_columns_and_its_rows_need_what_their_reward_reads(
         read_with(nothing_more, fields={"day": datetime(2026, 1, 2)})
     with pytest.raises(DataError, match=r"a.jsonl:2: has no `tests`"):
         read_with(Required(needed))
-    with pytest.raises(DataError, match=r"a.jsonl:1: is of no part of the reward"):
+    with pytest.raises(DataError, match=r"a.jsonl:1: matches the `where` of no part of the reward"):
         read_with(Required(lambda row: () if row.get("kind") == "code" else None))
-    with pytest.raises(DataError, match=r"a.jsonl:2: has a column `kind` of its own: 'x'"):
+    with pytest.raises(DataError, match=r"a.jsonl:2: has its own column `kind`: 'x'"):
         read_with(nothing_more, fields={"kind": "math"})
 
 
@@ -942,7 +942,7 @@ def test_a_mixture_continues_only_with_the_same_sources() -> None:
     second = source([3, 5], [1.0, 2.5])
     second.load_state(json.loads(json.dumps(first.state())))
     assert begun + [second.next().id for _ in range(23)] == expected
-    with pytest.raises(DataError, match="of the sources 0, 1, this run has 0, 1, 2"):
+    with pytest.raises(DataError, match="has the sources 0, 1, and this run has 0, 1, 2"):
         source([3, 5, 2], [1, 1, 1]).load_state(first.state())
     with pytest.raises(DataError, match="3 prompts there, 4 here"):
         source([4, 5], [1.0, 2.5]).load_state(first.state())
@@ -1070,7 +1070,7 @@ def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_message(
 ) -> None:
     as_jsonl(tmp_path / "d.jsonl", [{"messages": turns("hi", "yes", "why", "so")}])
     config = DataConfig(train=tmp_path / "d.jsonl", messages_key="messages")
-    with pytest.raises(DataError, match=r"d.jsonl:1: .*messages\[1\] in another way") as caught:
+    with pytest.raises(DataError, match=r"d.jsonl:1: .*messages\[1\] differently") as caught:
         read_training(config, tokenizer, supervised=True)
     assert "`train: false` in the others" in caught.value.fix
 

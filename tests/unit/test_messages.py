@@ -57,11 +57,9 @@ def test_messages_as_text_that_is_no_json_are_refused(tmp_path: Path) -> None:
         '[{""role"": ""user"", ""content"": ""a""}]',
     ):
         as_jsonl(tmp_path / "d.jsonl", [{"prompt": text}])
-        with pytest.raises(
-            DataError, match=r"d.jsonl:1: `prompt` holds chat messages as text that"
-        ):
+        with pytest.raises(DataError, match=r"d.jsonl:1: `prompt` has chat messages as text that"):
             read(tmp_path)
-        with pytest.raises(DataError, match=r"d.jsonl:1: `prompt` holds chat messages as text"):
+        with pytest.raises(DataError, match=r"d.jsonl:1: `prompt` has chat messages as text"):
             read(tmp_path, as_chat=True)
     for text in (
         *("[1, 2]", '{"role": "user"}', "[{x}]", '["a"]', '"Stop!" he said', "[]", "{}", "["),
@@ -92,9 +90,9 @@ def test_a_wrapping_that_holds_more_than_one_conversation_is_refused(tmp_path: P
     chat = [{"role": "user", "content": "a"}]
     both = {"messages": chat, "tools": []}
     for value, what, fix in (
-        (both, "holds an object, and the chat messages are in its `messages`", "prompt.messages"),
-        ([chat], "holds a list of conversations", "one row for each conversation"),
-        ([both], "holds a list of conversations", "one row for each conversation"),
+        (both, "is an object, and the chat messages are in its `messages`", "prompt.messages"),
+        ([chat], "is a list of conversations", "one row for each conversation"),
+        ([both], "is a list of conversations", "one row for each conversation"),
         ([*chat, "b"], 'a chat message must be an object .*got "b"', '"role": "user"'),
     ):
         for given in (value, json.dumps(value), json.dumps(json.dumps(value))):
@@ -262,15 +260,15 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
             r"has a list as tool_calls\[0\].function.arguments, which must be an object",
         ),
         ({"content": "x", "function_call": {"name": "f"}}, "has a `function_call`, OpenAI's old"),
-        ({"tool_calls": [{"id": "1"}]}, r"has no name of a function in tool_calls\[0\]"),
-        ({"tool_calls": [{"function": "f"}]}, r"has no name of a function in tool_calls\[0\]"),
+        ({"tool_calls": [{"id": "1"}]}, r"has no function name in tool_calls\[0\]"),
+        ({"tool_calls": [{"function": "f"}]}, r"has no function name in tool_calls\[0\]"),
         (
             {"content": "", "tool_calls": json.dumps([{"function": {"name": ""}}])},
-            r"has no name of a function in tool_calls\[0\]",
+            r"has no function name in tool_calls\[0\]",
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "parameters": {"a": 1}}}]},
-            r"has `parameters` instead of arguments in tool_calls\[0\]",
+            r"has `parameters` instead of `arguments` in tool_calls\[0\]",
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
@@ -380,7 +378,7 @@ def test_a_completion_may_be_messages_as_trl_has_them(tmp_path: Path) -> None:
         end_of(tmp_path, TEMPLATE)
     for messages in (completion, json.dumps(completion)):
         as_jsonl(tmp_path / "d.jsonl", [{"prompt": "hi", "response": messages}])
-        with pytest.raises(DataError, match=r"d.jsonl:1: `response` holds chat messages, and"):
+        with pytest.raises(DataError, match=r"d.jsonl:1: `response` has chat messages, and"):
             end_of(tmp_path, TEMPLATE)
         assert end_of(tmp_path, TEMPLATE, as_chat=True) == ["so$"]
 

@@ -1754,7 +1754,7 @@ def test_each_part_of_the_reward_is_tried_on_the_prompts_that_it_is_for(file, mo
 
     data.write_text(data.read_text() + '{"prompt": "3+3="}\n')
     (problem,) = plan(file, reward).problems
-    assert "train.jsonl:8: is of no part of the reward" in problem.what
+    assert "train.jsonl:8: matches the `where` of no part of the reward" in problem.what
     assert "rollout.reward.parts.unlike.per" in keys(plan(file, reward.replace("per: group, ", "")))
 
 

@@ -88,7 +88,7 @@ def test_the_limit_takes_the_first_prompts(tmp_path: Path) -> None:
             1,
             "a chat message must be an object with `role` and `content`",
         ),
-        ('{"prompt": "abcdefghi", "answer": 1}', 1, "`prompt` has 10 tokens, the limit is 8"),
+        ('{"prompt": "abcdefghi", "answer": 1}', 1, "`prompt` has 10 tokens, and the limit is 8"),
         (
             b'{"prompt": "a", "answer": 1}\n{"prompt": "\xff", "answer": 1}',
             2,
@@ -97,14 +97,14 @@ def test_the_limit_takes_the_first_prompts(tmp_path: Path) -> None:
         (
             '{"prompt": "a", "id": 1, "answer": 1}\n{"prompt": "b", "id": "1", "answer": 1}',
             2,
-            "is also that of line 1",
+            "is also the id of line 1",
         ),
         ('{"prompt": "a", "id": [], "answer": 1}', 1, "`id` is a list"),
         ('{"prompt": "a", "id": "\\ud83d", "answer": 1}', 1, "is not valid Unicode"),
         ('{"prompt": "a\\ud83d", "answer": 1}', 1, "`prompt` is not valid Unicode"),
         ('{"prompt": "a", "answer": "\\ud83d"}', 1, "`answer` is not valid Unicode"),
-        ("", None, "holds no prompts"),
-        ("\n \n", None, "holds no prompts"),
+        ("", None, "contains no prompts"),
+        ("\n \n", None, "contains no prompts"),
     ],
 )
 def test_a_bad_line_is_refused_with_file_line_fault_and_fix(
@@ -303,7 +303,7 @@ def test_held_out_responses_come_once_in_their_order_and_move_no_position() -> N
         ({"response": "a", "weight": -1}, "`weight` is -1"),
         ({"response": "a", "weight": "heavy"}, "`weight` is 'heavy'"),
         ({"response": "a", "weight": 0}, "every `weight` is 0"),
-        ({"response": "abcd"}, "6 tokens together, and 4 fit the model and a micro-batch"),
+        ({"response": "abcd"}, "6 tokens together, and only 4 fit the model and a micro-batch"),
     ],
 )
 def test_a_bad_given_response_is_refused_with_its_line(

@@ -192,7 +192,7 @@ def test_a_model_that_names_no_end_of_sequence_is_refused(example: Path, tmp_pat
     for name in ("tokenizer.json", "tokenizer.model"):
         if (example / "model" / name).exists():
             (tmp_path / name).write_bytes((example / "model" / name).read_bytes())
-    with pytest.raises(DataError, match="names no end-of-sequence token"):
+    with pytest.raises(DataError, match="has no end-of-sequence token"):
         load_tokenizer(tmp_path)
 
 
