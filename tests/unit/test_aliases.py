@@ -1,4 +1,4 @@
-"""Names of other libraries are answered with what they are here, or that they are not supported."""
+"""The error for a name of another library states its equivalent, or that it is not supported."""
 
 from __future__ import annotations
 

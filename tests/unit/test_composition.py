@@ -1,5 +1,4 @@
-"""Methods that the configuration lets go together do; what does not go together is refused before a
-run starts."""
+"""Methods that the configuration accepts work together; others are refused before a run starts."""
 
 from __future__ import annotations
 
@@ -21,13 +20,12 @@ from tests.train_batches import columns, ragged_batch
 from tests.written_run import write_run
 
 CUTS = ([[0, 1, 2, 3, 4]], [[3], [0, 4], [], [2, 1]])
-"""The five valid samples of a batch as micro-batches; a rank without samples gets one of no
+"""Five samples of a batch as micro-batches; a rank without samples gets a micro-batch without
 rows."""
 
 
 def surveyed(batch, objective, seed):
-    """Columns as a survey brings them, and log-probs near what sampled the tokens: ([N] each, logp
-    [N])."""
+    """Return columns as in a survey, and log-probs near those of sampling: ([N] each, logp [N])."""
     generator = torch.Generator().manual_seed(seed)
     behavior = torch.tensor(valid_samples(batch).behavior_logprobs)
 
@@ -46,7 +44,7 @@ def surveyed(batch, objective, seed):
 
 
 def loss_and_gradient(objective, targets, logp, rows_of_parts, dtype):
-    """Over all micro-batches: (loss, gradient by log-prob), each detached."""
+    """Return (loss, gradient by log-prob) over all micro-batches, each detached."""
     logp = logp.to(dtype).requires_grad_()
     nobody = torch.zeros(1, dtype=dtype, requires_grad=True)
     total = 0.0 * nobody.sum()
@@ -145,7 +143,7 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
     ],
     ids=lambda value: value[0] if "=" in value[0] else "",
 )
-def test_methods_that_do_not_go_together_are_refused_with_the_reason(
+def test_methods_that_do_not_compose_are_refused_with_the_reason(
     overrides, reasons, tmp_path, monkeypatch, capsys
 ):
     file = write_run(tmp_path)

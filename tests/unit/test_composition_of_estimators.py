@@ -1,5 +1,5 @@
-"""Combinations of advantages and corrections with other settings. Rules about losses and controls
-are tested with those."""
+"""Combinations of advantages and corrections with other settings. The tests of losses and of
+controls cover their rules."""
 
 import pytest
 from pydantic import ValidationError
@@ -69,7 +69,7 @@ def objective(**settings):
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_the_reason(settings, reason):
+def test_parts_that_do_not_compose_are_refused_with_the_reason(settings, reason):
     with pytest.raises(ValidationError, match=reason):
         objective(**settings)
 

@@ -1,5 +1,4 @@
-"""Combinations of gradient controls: what is refused, and that the reason names both and the
-fix."""
+"""Refused combinations of gradient controls; the error names both controls and the fix."""
 
 import pytest
 from pydantic import ValidationError
@@ -40,7 +39,7 @@ def build(*controls, **changes):
         ),
     ],
 )
-def test_controls_that_do_not_go_together_are_refused_with_the_reason(controls, reason):
+def test_controls_that_do_not_compose_are_refused_with_the_reason(controls, reason):
     with pytest.raises(ValidationError, match=reason):
         build(*controls)
 

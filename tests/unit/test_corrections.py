@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 def with_log_ratios(log_rho, **more):
-    """log(pi_prox / pi_behavior) as given."""
+    """Return a batch with these values of log(pi_prox / pi_behavior)."""
     return detached(tokens([0.0] * len(log_rho), prox=log_rho, **more))
 
 
@@ -252,7 +252,7 @@ def test_sequence_masking_compares_with_the_sampling_policy_where_that_is_the_pr
     assert torch.all(unmoved.weights[trained] == 1)
 
 
-# Order, and what is not trained on.
+# Order of corrections, and tokens that are not trained on.
 
 
 def corrected(batch, *corrections):

@@ -1,5 +1,5 @@
-"""The engine starts from the files that the policy starts from, with what the user set of vLLM and
-nothing that the system sets itself."""
+"""An engine starts from the policy's files, with the user's arguments of vLLM except for those that
+the system sets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.tiny_models import save_tiny_model
 from tests.written_run import write_run
 
 KNOWN = tuple({*QUANTIZATION_METHODS, *_ONLINE_SHORTHANDS})
-"""All that vLLM's `quantization` may be."""
+"""Values of vLLM's `quantization`."""
 
 
 def spec_with(tmp_path: Path, device: Literal["cpu", "cuda"] = "cpu", **vllm: Any) -> EngineSpec:
@@ -73,7 +73,7 @@ def test_mistrals_own_files_beside_them_are_read_by_neither(tmp_path: Path) -> N
     shutil.copy(own / "model.safetensors", own / "consolidated.safetensors")
     assert [file.name for file in safetensor_files(own)] == ["model.safetensors"]
     found = engine_arguments(spec_with(own))
-    # "auto" would read params.json and consolidated.safetensors where they lie there.
+    # "auto" would read params.json and consolidated.safetensors if the folder has them.
     assert (found.config_format, found.load_format, found.tokenizer_mode) == ("hf", "hf", "hf")
 
 
@@ -81,7 +81,7 @@ def test_mistrals_own_files_beside_them_are_read_by_neither(tmp_path: Path) -> N
 def test_no_argument_that_we_set_may_be_set_by_name(tmp_path, monkeypatch, device):
     ours: dict[str, Any] = {}
 
-    @dataclasses.dataclass  # `engine_arguments` looks at its fields
+    @dataclasses.dataclass  # `engine_arguments` reads its fields
     class Recorder:
         def __new__(cls, **given: Any) -> Any:
             ours.update(given)
@@ -148,7 +148,7 @@ def test_an_engine_refuses_a_name_that_its_vllm_does_not_know(tmp_path: Path) ->
 def test_logits_of_a_bfloat16_model_are_computed_in_float32(
     tmp_path: Path, tied: bool, quantization: str | None
 ) -> None:
-    """Between 16 and 32 neighbouring bfloat16 numbers are 0.125 apart."""
+    """Neighbouring bfloat16 numbers between 16 and 32 differ by 0.125."""
     path = save_tiny_model(tmp_path / "model", tied=tied, dtype="bfloat16")
     spec = replace(spec_with(path, quantization=quantization), dtype="bfloat16")
     found = engine_arguments(spec).create_model_config()
@@ -157,7 +157,7 @@ def test_logits_of_a_bfloat16_model_are_computed_in_float32(
 
 @pytest.mark.parametrize("name", QUANTISED_AS_LOADED)
 def test_a_quantised_engine_leaves_its_output_layer_as_it_is(name: str) -> None:
-    """vLLM computes float32 logits of no other."""
+    """vLLM computes float32 logits only with an output layer that is not quantised."""
     config = OnlineQuantizationConfig(_ONLINE_SHORTHANDS[name])
     assert config.resolve_quant_method_cls(ParallelLMHead, "lm_head") is None
     assert config.resolve_quant_method_cls(ColumnParallelLinear, "layer") is not None
@@ -171,7 +171,7 @@ def test_a_float32_engine_gets_no_setting_for_its_logits(tmp_path: Path) -> None
 
 
 def test_logits_keep_the_precision_of_float32_where_bfloat16_has_none() -> None:
-    """vLLM's own layer, as the engine's setting makes it."""
+    """The test uses vLLM's layer with the engine's setting."""
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     with set_current_vllm_config(VllmConfig()):
         layer = LogitsProcessor(32)
@@ -197,7 +197,7 @@ def test_logits_keep_the_precision_of_float32_where_bfloat16_has_none() -> None:
 def test_an_engine_preloads_one_openmp_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inherited: str, kept: list[str]
 ) -> None:
-    """vLLM asserts it: an engine whose environment named GNU's, too, did not start."""
+    """vLLM requires this: with GNU's library in the environment, too, an engine does not start."""
     own = tmp_path / "lib" / "libiomp5.so"
     own.parent.mkdir()
     own.touch()

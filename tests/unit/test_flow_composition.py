@@ -1,4 +1,4 @@
-"""Combinations of settings of flow, engines and evaluation: what is refused, with the key to
+"""Refused combinations of settings of flow, engines and evaluation; the error names the key to
 change."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def build(
         ({"dynamic_sampling": True, "group_size": 1}, REINFORCE, "every group of one response"),
     ],
 )
-def test_what_cannot_flow_is_refused_with_the_reason(
+def test_invalid_flow_settings_are_refused_with_the_reason(
     flow: dict[str, Any], sections: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValidationError, match=reason):

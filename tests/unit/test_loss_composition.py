@@ -1,4 +1,4 @@
-"""The losses that a run may have: refusals come before anything starts, with the reason."""
+"""Losses are refused before any process starts, with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BARE = {"advantage": "none"}
 
 @pytest.fixture
 def configured(tmp_path):
-    """Loads the test config with this objective and these changes to `flow`."""
+    """Load the test config with this objective and these changes to `flow`."""
 
     def configured(objective, **flow):
         tree = config_tree()
@@ -30,7 +30,7 @@ def configured(tmp_path):
 
 
 def refused(configured, objective, **flow):
-    """The text of the refusal."""
+    """Return the text of the refusal."""
     with pytest.raises(ConfigError) as caught:
         configured(objective, **flow)
     return str(caught.value)
@@ -92,7 +92,7 @@ def test_an_advantage_beside_a_loss_that_reads_rewards_is_refused(configured, lo
 @pytest.mark.parametrize(
     "loss", ["dppo_tv", "m2po", "bapo", "decoupled_ppo", "topr", "gipo", "minirl"]
 )
-def test_a_correction_beside_a_loss_against_mu_would_correct_twice(configured, loss):
+def test_a_correction_of_a_loss_against_mu_would_correct_twice(configured, loss):
     objective = {"loss": loss, "proximal": "recompute", "corrections": [{"name": "tis"}]} | (
         BARE if loss == "topr" else {}
     )

@@ -1,5 +1,4 @@
-"""How responses are drawn: what reaches vLLM, what of it goes with which objective, and what is for
-held-out prompts alone."""
+"""Sampling settings in vLLM, their conflicts with objectives, and those of held-out prompts."""
 
 from __future__ import annotations
 
@@ -73,9 +72,9 @@ def test_a_temperature_that_is_taken_is_the_one_that_vllm_draws_at(
 def test_a_temperature_that_vllm_would_change_or_refuse_is_refused(
     file: Path, key: str, value: str, what: str
 ) -> None:
-    said = refusal(file, f"data.eval={file}", f"{key}.temperature={value}")
-    assert f"{key}.temperature" in said
-    assert what in said
+    message = refusal(file, f"data.eval={file}", f"{key}.temperature={value}")
+    assert f"{key}.temperature" in message
+    assert what in message
 
 
 def test_an_engine_reads_text_only_where_a_setting_needs_it(tmp_path: Path) -> None:
@@ -96,13 +95,13 @@ def test_what_renormalises_does_not_go_with_log_probs_taken_for_the_trainers(
     file: Path, name: str, value: Any
 ) -> None:
     knob = f"rollout.sampling.{name}={value}"
-    said = refusal(file, knob)
-    assert f"rollout.sampling.{name}" in said
-    assert "objective.proximal: behavior uses the engines' log-probs as the trainer's" in said
+    message = refusal(file, knob)
+    assert f"rollout.sampling.{name}" in message
+    assert "objective.proximal: behavior uses the engines' log-probs as the trainer's" in message
     config = loaded(file, knob, *RECOMPUTE)
-    (told,) = sampling_warnings(config)
-    assert name in told
-    assert "docs/sampling.md" in told
+    (warning,) = sampling_warnings(config)
+    assert name in warning
+    assert "docs/sampling.md" in warning
     assert sampling_warnings(loaded(file)) == []
 
 
