@@ -1,7 +1,7 @@
-"""Asynchronous RL post-training: Megatron-Core policies, vLLM rollouts, and the controls that keep
-stale data stable.
+"""Asynchronous RL post-training with Megatron-Core policies and vLLM rollouts, and with controls
+that keep training on stale data stable.
 
-Importing the package imports neither torch, Megatron-Core, vLLM nor Ray.
+Importing the package does not import torch, Megatron-Core, vLLM or Ray.
 """
 
 __version__ = "0.1.0"

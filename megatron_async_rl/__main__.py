@@ -1,4 +1,4 @@
-"""`python -m megatron_async_rl` is `mar`."""
+"""Entry point of `python -m megatron_async_rl`, which is equivalent to `mar`."""
 
 from megatron_async_rl.cli import main
 

@@ -1,10 +1,10 @@
-"""`mar eval`: evaluates a checkpoint, or any Hugging Face model, on held-out prompts, with engines
-alone: no trainer and no training data.
+"""Evaluation of a checkpoint, or of any Hugging Face model, on held-out prompts (`mar eval`). It
+starts engines only, and needs no trainer and no training data.
 
 Invariants:
 - every error that can be detected early is reported before anything is converted or started;
-- a run's own checkpoint with the run's own config gives the result that the run itself measured at
-  that version: the same prompts, seeds and weights;
+- a run's own checkpoint with the run's own config reproduces the result that the run measured at
+  that version, because prompts, seeds and weights are the same;
 - no file of the run changes: the result and the engines' logs are written to separate files.
 """
 
@@ -66,43 +66,47 @@ from megatron_async_rl.rollout.scoring import GroupRewards, require_rewards, rew
 from megatron_async_rl.rollout.spec import EngineSpec
 
 STOP_ENGINES_S = 15.0
+"""Seconds that the engines get to stop after the evaluation."""
 
 
 class EvaluationFailed(Exception):
-    """The request was valid and the evaluation failed; the message gives the reason."""
+    """Failure of a valid evaluation. The message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTarget:
-    """The weights to evaluate. `checkpoint`: one step's folder, which is converted first; null for
-    a Hugging Face directory."""
+    """The weights to evaluate."""
 
     named: Path
+    """Path on the command line."""
     checkpoint: Path | None
+    """Folder of one step, which is converted before the evaluation; None for a Hugging Face
+    directory."""
     version: int
-    """Number of optimizer steps; 0 for a Hugging Face directory."""
+    """Number of optimizer steps that produced the weights; 0 for a Hugging Face directory."""
     result: Path
-    """File for the result."""
+    """File to write the result to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalJob:
-    """One evaluation, checked and ready to run."""
+    """A checked evaluation that is ready to run."""
 
     target: EvalTarget
     model: Path
-    """Directory with the tokenizer, and with the weights if nothing is converted."""
+    """Directory of the tokenizer and, if no checkpoint is converted, of the weights."""
     dtype: Any
     data: DataConfig
     rollout: RolloutConfig
     sets: Sequence[EvalSet]
     held_out: Sequence[HeldOut]
-    """The sets with their prompts."""
+    """The same sets with their prompts, in the same order."""
     seed: int
     device: Device
     timeout_s: float
+    """Limit in seconds of the conversion, and of a period in which no response grows."""
     responses: Path | None = None
-    """File for all responses; null writes none."""
+    """File to write all responses to; None writes no such file."""
 
 
 def resolve(
@@ -112,15 +116,19 @@ def resolve(
     out: Path | None,
     responses: Path | None = None,
 ) -> EvalJob:
-    """Find the checkpoint and its config, and check them. Raises ConfigError."""
+    """Return the evaluation of the weights at `named`, after checking the weights, the config and
+    the output files. `config_file` replaces the config that is stored with the checkpoint.
+
+    Raises ConfigError.
+    """
     name = parse(named)
     if name is not None:
         named = fetch("CHECKPOINT", name)
-    # Errors name the target, so it comes first.
+    # Errors name the target, so find it first.
     target = find_target(named, out)
     if responses is not None:
         responses = responses.absolute()
-        # Hours of sampling must not end with a file that cannot be written.
+        # Check now: after hours of sampling, an unwritable file would lose the responses.
         _require_writable(target, "--responses", responses)
     config = _config(target, config_file, overrides)
     rollout = config.rollout
@@ -129,7 +137,8 @@ def resolve(
         raise _refused(
             target,
             "rollout",
-            "the config has none: a supervised run's config has no sampling settings",
+            "the config has no `rollout` section: the config of a supervised run has no sampling"
+            " settings",
             fix,
         )
     sets = eval_sets(config.data, rollout.sampling, config.eval or EvalConfig())
@@ -140,7 +149,7 @@ def resolve(
             "the config names no held-out prompts",
             "add data.eval=FILE.jsonl to the command",
         )
-    # A checkpoint has no tokenizer; the model from which the run started has it.
+    # A checkpoint has no tokenizer, so use that of the model from which the run started.
     model = named if target.checkpoint is None else config.model.path
     return EvalJob(
         target=target,
@@ -158,18 +167,17 @@ def resolve(
 
 
 def find_target(named: Path, out: Path | None) -> EvalTarget:
-    """Return the weights that `named` stands for. Raises UserError if it is neither a checkpoint
-    nor a model, or is damaged."""
+    """Return the weights at `named`. Raises UserError if it is neither a checkpoint nor a model, or
+    is damaged."""
     named = named.absolute()
 
     def target(checkpoint: Path | None, version: int, result: Path) -> EvalTarget:
-        found = EvalTarget(
-            named=named, checkpoint=checkpoint, version=version, result=(out or result).absolute()
-        )
-        _require_writable(found, "--out", found.result)
-        return found
+        file = (out or result).absolute()
+        weights = EvalTarget(named=named, checkpoint=checkpoint, version=version, result=file)
+        _require_writable(weights, "--out", file)
+        return weights
 
-    # One step's folder was named, which may not be the newest.
+    # The user may name the folder of any step, not only the newest.
     if is_step(named):
         version = _step(named)
         return target(named, version, named.parent.parent / f"eval_{version}.json")
@@ -178,37 +186,40 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
         version = _step(step)
         return target(step, version, named.parent / f"eval_{version}.json")
     if (named / "config.json").is_file():
-        # An export of this package has digests of its files.
+        # An export of this package stores digests of its files; check them.
         require_export(named, "CHECKPOINT")
-        on_hub = name_of(named)  # the hub's cache has room for nothing else
-        where = Path.cwd() if on_hub else named.parent
-        called = on_hub.removeprefix("hf://").replace("/", "--") if on_hub else named.name
-        return target(None, 0, where / f"eval_{called}.json")
+        # The result must not be written to the hub's cache.
+        on_hub = name_of(named)
+        folder = Path.cwd() if on_hub else named.parent
+        name = on_hub.removeprefix("hf://").replace("/", "--") if on_hub else named.name
+        return target(None, 0, folder / f"eval_{name}.json")
     what = (
         "is not a directory"
         if not named.is_dir()
-        else "holds neither a checkpoint nor a Hugging Face model"
+        else "contains neither a checkpoint nor a Hugging Face model"
     )
-    near = "checkpoint" if (named / "checkpoint" / "latest").is_file() else ""
+    # The user may have named the run directory instead of its folder of checkpoints.
+    is_run = (named / "checkpoint" / "latest").is_file()
     fix = (
-        f"name {named / near}"
-        if near
+        f"name {named / 'checkpoint'}"
+        if is_run
         else "name RUN/checkpoint, a step_* folder in it, or a Hugging Face directory"
     )
     raise ConfigError(str(named), [Problem(key="CHECKPOINT", what=f"{named} {what}", fix=fix)])
 
 
 def _require_writable(target: EvalTarget, option: str, file: Path) -> None:
+    """Raise ConfigError if `file`, which `option` sets, cannot be written."""
     folder = file.parent
-    # Existing files are replaced, folders are not.
+    # The evaluation replaces an existing file, but never a folder.
     if file.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
         what = f"{file.name} cannot be written to {folder}"
         raise _refused(target, option, what, f"name a file with {option} FILE")
 
 
 def _step(checkpoint: Path) -> int:
-    """Return the step of a checkpoint. Raises CheckpointBroken. The conversion checks the blocks of
-    tensors, too."""
+    """Return the step of a checkpoint, after checking the digests of its files (if it has any).
+    The conversion also checks the blocks of tensors. Raises CheckpointBroken."""
     content = about(checkpoint)
     if files_of(content) is not None:
         require_whole(checkpoint)
@@ -216,10 +227,10 @@ def _step(checkpoint: Path) -> int:
 
 
 def _config(target: EvalTarget, file: Path | None, overrides: Sequence[str]) -> Config:
-    """Return the named config, or the one in the checkpoint, whose digest has been checked, or the
-    one of the run's folder."""
+    """Return the config in `file`, else the config in the checkpoint (whose digest has been
+    checked), else the config in the run's directory."""
     if file is None and target.checkpoint is not None:
-        # The checkpoint's copy belongs to its weights; the run's may have changed since.
+        # Prefer the checkpoint's copy: the run's config may have changed since this step.
         saved = target.checkpoint / CONFIG_FILE
         file = saved if saved.is_file() else None
     if file is None:
@@ -228,7 +239,7 @@ def _config(target: EvalTarget, file: Path | None, overrides: Sequence[str]) -> 
         )
         file = run_dir / "config.yaml"
         if not file.is_file() or not (run_dir / "metrics.jsonl").is_file():
-            what = f"{run_dir} is not a run's folder: it has no config.yaml of a run"
+            what = f"{run_dir} is not a run's directory: config.yaml or metrics.jsonl is missing"
             raise _refused(
                 target,
                 "--config",
@@ -245,9 +256,11 @@ def _held_out(
     model: Path,
     sets: Sequence[EvalSet],
 ) -> list[HeldOut]:
+    """Return the sets with their prompts, after checking the model, the rewards and the
+    environment. Raises ConfigError."""
     shape, problems = read_model(model)
     if shape is not None:
-        # vLLM would find this only at the first request.
+        # vLLM would detect this problem only at the first request.
         problems += head_size_problems(shape, device_of(config, this_machine()), rollout.vllm)
     if shape is None or problems:
         raise ConfigError(str(target.named), problems)
@@ -257,7 +270,7 @@ def _held_out(
             what = f"{one.sampling.max_tokens} response tokens leave no room for a prompt"
             raise _refused(target, one.max_tokens_key, what, f"set it below {limit}")
     try:
-        # Before anything is converted, which takes minutes.
+        # Check before the conversion, which takes minutes.
         require_rewards(rollout.reward)
         required = reward_fields(rollout.reward)
         tokenizer = prompt_tokenizer(model, config)
@@ -268,14 +281,15 @@ def _held_out(
         raise _refused(target, error.where, error.what, error.fix) from error
     except DataError as error:
         raise ConfigError(str(target.named), [error.problem("model.path")]) from error
-    found = []
+    held_out = []
     for one in sets:
         room = limit - one.sampling.max_tokens
         try:
-            found.append(read_held_out(config.data, one, tokenizer, required=required, room=room))
+            prompts = read_held_out(config.data, one, tokenizer, required=required, room=room)
         except DataError as error:
             raise ConfigError(str(target.named), [error.problem(one.path_key)]) from error
-    return found
+        held_out.append(prompts)
+    return held_out
 
 
 def _refused(target: EvalTarget, key: str, what: str, fix: str) -> ConfigError:
@@ -283,9 +297,12 @@ def _refused(target: EvalTarget, key: str, what: str, fix: str) -> ConfigError:
 
 
 def run(job: EvalJob, console: Console) -> None:
-    """Convert the checkpoint, sample, and show and write the result. Raises EvaluationFailed;
-    Ctrl-C leaves nothing running."""
-    # SIGTERM unwinds like Ctrl-C, so that engines are closed.
+    """Convert the checkpoint, sample responses, and write and show the result. Ctrl-C and SIGTERM
+    stop all processes that the evaluation started.
+
+    Raises EvaluationFailed.
+    """
+    # SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so `finally` blocks close the engines.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     target = job.target
     with tempfile.TemporaryDirectory(prefix="mar-eval-") as folder:
@@ -296,13 +313,14 @@ def run(job: EvalJob, console: Console) -> None:
             _convert(target.checkpoint, model, job.timeout_s)
         result = _sample(job, model, console)
     content = _content(job, result)
-    # Written before it is shown, because a closed terminal must not lose the result.
+    # Write before showing: if the terminal is closed, the result must not be lost.
     write_file(job.target.result, json.dumps(content, indent=1, allow_nan=False) + "\n")
     show_evaluation(content, str(job.target.result), console)
 
 
 def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
-    """Convert a checkpoint in a child process, whose memory is freed before the engines start."""
+    """Convert a checkpoint to the Hugging Face format in `out`. A child process does the work, so
+    its memory is free before the engines start."""
     command = [sys.executable, "-m", "megatron_async_rl", "convert", str(checkpoint), str(out)]
     try:
         done = subprocess.run(
@@ -315,8 +333,8 @@ def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
         )
     except subprocess.TimeoutExpired:
         raise EvaluationFailed(
-            f"converting {checkpoint} took over {timeout_s:g} s\n  fix: raise watchdog.timeout_s,"
-            " or `mar convert` it yourself"
+            f"converting {checkpoint} took more than {timeout_s:g} s\n  fix: raise"
+            " watchdog.timeout_s, or convert the checkpoint with `mar convert` first"
         ) from None
     if done.returncode:
         output = (done.stderr or done.stdout).strip().splitlines()
@@ -326,7 +344,7 @@ def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
 def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
     from megatron_async_rl.rollout.cluster import join_ray, prepare_environment
 
-    # Before the import, because Ray reads its variables when it is loaded.
+    # Call before the import: Ray reads its environment variables when it is imported.
     prepare_environment(os.environ)
     import ray
 
@@ -341,14 +359,15 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
             rollout=rollout,
             seed=job.seed,
             device=job.device,
-            # Next to the result, because the cause of a failed engine is in its log.
+            # Next to the result, where the user finds the cause of an engine failure.
             log_dir=job.target.result.with_suffix(".logs"),
             evaluations={one.name: one.sampling for one in job.sets},
             chat_template=job.data.chat_template,
             chat_template_options=job.data.chat_template_options,
             tools=tool_schemas(rollout.environment),
             first_version=job.target.version,
-            # No new weights arrive; the default carrier keeps the engines on this machine.
+            # Unused, because no new weights arrive. The default carrier keeps the engines on this
+            # machine.
             transport=DEFAULT_CARRIER,
         )
         for index in range(rollout.engines)
@@ -378,13 +397,13 @@ async def _evaluate(
         FleetSettings(
             capacity=rollout.max_concurrent,
             unresponsive_s=rollout.unresponsive_s,
-            # An engine that fails once fails the evaluation, whose result would be partial.
+            # Do not restart engines: without all responses, the evaluation has no valid result.
             restarts_per_hour=0,
         ),
     )
     rewards = GroupRewards(rollout.reward, specs[0].log_dir)
     try:
-        # In parallel, because both take seconds.
+        # Start both in parallel, because each takes seconds.
         await asyncio.gather(fleet.started(), rewards.start())
         return await evaluate(
             fleet.requests,
@@ -398,22 +417,23 @@ async def _evaluate(
         )
     finally:
         rewards.close()
-        # Also after an error or Ctrl-C, or vLLM's processes would remain.
+        # Close the engines after an error or Ctrl-C, too; otherwise vLLM's processes would remain.
         await fleet.close(STOP_ENGINES_S)
 
 
-def write_responses(job: EvalJob, answers: EvalResponses) -> None:
-    """Write one JSON object per response, in the order of the prompts: a file of data
-    (docs/data.md) with the columns of each prompt's row, and the fields of the response."""
+def write_responses(job: EvalJob, responses: EvalResponses) -> None:
+    """Write one JSON object per response, in the order of the prompts. The result is a data file
+    (docs/data.md) with the columns of the prompt's row and the fields of the response."""
     if job.responses is None:
         return
     sets = [one.name for one in job.held_out for _ in one.prompts]
     lines = []
-    for name, (prompt, rows) in zip(sets, answers, strict=True):
+    for name, (prompt, rows) in zip(sets, responses, strict=True):
         for sample in (row.sample() for row in rows):
             parts = sample.reward_parts
             line = {
-                # First, so that no column of the data hides a field of the response.
+                # Columns come first, so that a response's field overrides a column of the same
+                # name.
                 **prompt.fields,
                 "prompt_id": prompt.id,
                 "prompt": prompt.text,
@@ -429,8 +449,9 @@ def write_responses(job: EvalJob, answers: EvalResponses) -> None:
 
 
 def _content(job: EvalJob, result: EvalResult) -> dict[str, Any]:
+    """Return the result with its settings, as plain JSON values."""
     target = job.target
-    # The first set stays at the top level, where readers of a single set expect it.
+    # Keep the first set at the top level, where programs that read a single set expect it.
     first, *others = (_settings(one) for one in job.sets)
     numbers = result.as_json()
     if others:

@@ -1,16 +1,17 @@
-"""`mar study GRID`: runs that differ in named settings, each an ordinary `mar train` in a separate
-directory.
+"""Studies (`mar study GRID`): several runs that differ in named settings. Each run is an ordinary
+`mar train` in a directory of its own.
 
 Invariants:
-- a run equals `mar train BASE key=value ...` with the overrides of its settings, and shares nothing
-  with others. Apart from timings, synchronous and `exact_lag` runs have the same results alone, one
-  after another or in parallel. In other runs the lag depends on the speed, so parallel runs have
-  other results;
-- one study at a time works on a runs folder; no `mar train` of it outlives it, unless the study is
-  killed; such a run then holds the folder until its end;
-- every run is checked before the first one starts; a directory with other settings is refused;
+- a run is equivalent to `mar train BASE key=value ...` with the overrides of its settings, and
+  shares nothing with other runs. Synchronous and `exact_lag` runs give the same results, except for
+  timings, whether they run alone, one after another or in parallel. In other runs the lag depends
+  on the speed, so results differ between parallel and sequential runs;
+- only one study at a time uses a runs folder. The study ends its `mar train` processes before it
+  ends. If the study is killed, its active runs keep the folder locked until they end;
+- the study checks every run before it starts the first one, and refuses a directory that belongs to
+  other settings;
 - a run that finished or failed is not repeated, and a stopped run is resumed if `mar train` permits
-  it; a failure is counted and kept, and stops no other run.
+  it. A failure is counted and kept, and stops no other run.
 """
 
 from __future__ import annotations
@@ -49,15 +50,16 @@ from megatron_async_rl.watchdog.events import read_status
 from megatron_async_rl.watchdog.logs import find_cause
 
 FILE = "study.json"
-"""File of each run directory with its settings by axis, and the seconds and exit code of its
-last start."""
+"""File in each run directory with the run's settings by axis, and the duration (seconds) and exit
+code of its last start."""
 LOG = "study.log"
-"""File of each run directory with the output of `mar train`."""
+"""File in each run directory with the output of `mar train`."""
 TRAIN = (sys.executable, "-m", "megatron_async_rl", "train")
 POLL_S = 0.25
 PLAIN_EVERY_S = 30.0
+"""Seconds between progress lines if the output is not a terminal."""
 ENDING = ((signal.SIGINT, 120.0), (signal.SIGINT, 20.0), (signal.SIGKILL, 20.0))
-"""Signals that end the runs of an interrupted study, and the seconds after each."""
+"""Signals that end the runs of an interrupted study, each with the seconds to wait after it."""
 
 RunState = Literal["waiting", "running", "finished", "failed", "stopped"]
 
@@ -69,15 +71,16 @@ class StudyOutcome:
     state: RunState
     step: int
     why: str = ""
-    """Reason of the failure, or a remark on the end."""
+    """Reason for the failure, or a note about how the run ended."""
     held_out: str = ""
-    """Reward (loss, if responses are given) before the first step and after the last."""
+    """Held-out reward (loss, if the data contains responses) before the first step and after the
+    last, as text."""
 
 
 def outcome_of(run: StudyRun) -> StudyOutcome:
-    """Return the state that the run's directory shows while no process works on it. A run that
-    failed before its first step is `waiting`, with its reason. Raises UserError for an invalid
-    status."""
+    """Return the state of a run that is not active, from its directory. A run that failed before
+    its first step is `waiting`, and `why` has the reason. Raises UserError for an invalid status
+    file."""
     status = read_status(run.directory)
     if status is None:
         return StudyOutcome(state="waiting", step=0)
@@ -86,7 +89,7 @@ def outcome_of(run: StudyRun) -> StudyOutcome:
     held_out = "" if ends == [None, None] else f"{status.measure} {lines}"
     if status.phase == "finished":
         return StudyOutcome(state="finished", step=status.step, held_out=held_out)
-    # Before its first step a run has nothing to keep, so it may simply run again.
+    # A run that failed before its first step has produced nothing, so it starts again.
     if status.phase == "failed":
         state: RunState = "failed" if status.step else "waiting"
         why = (status.error or "").split("\n")[0]
@@ -95,8 +98,8 @@ def outcome_of(run: StudyRun) -> StudyOutcome:
 
 
 def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Config]:
-    """Return name -> configuration of every run. Raises ConfigError with all problems of the runs,
-    alone or `jobs` at a time, and with every directory that has other settings."""
+    """Return name -> config of every run, after checking each run and `jobs` runs at a time. Raises
+    ConfigError with all problems, including every directory that belongs to other settings."""
     configs: dict[str, Config] = {}
     problems: dict[tuple[str, str], Problem] = {}
     machine = this_machine()
@@ -107,7 +110,7 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
             found: Sequence[Problem] = error.problems
         else:
             configs[run.name] = config
-            # A directory with other settings would be resumed under the wrong name.
+            # Otherwise `mar train` would resume another run under this name.
             found = [
                 Problem(
                     key=one.key,
@@ -118,12 +121,12 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
                 if not one.is_move
             ]
             found = [*found, *preflight(config, all_data=False, machine=machine).problems]
-            # Each run uses GPUs from the first one on.
+            # Every run uses GPUs from GPU 0 on, so parallel runs would share them.
             if jobs > 1 and device_of(config, machine) == "cuda":
                 what = f"--jobs {jobs} would give the same GPUs to {jobs} runs at a time"
                 found.append(Problem(key="policy.device", what=what, fix="leave out --jobs"))
-        for one in found:  # most of a hundred runs have the same problems
-            # One line per distinct problem.
+        for one in found:
+            # Report each problem once, because many runs of a study have the same problems.
             problems.setdefault((one.key, one.what), one)
     if problems:
         raise ConfigError(f"{grid.base}, {len(runs)} runs", list(problems.values()))
@@ -131,16 +134,16 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
 
 
 class _StartedRun:
-    """A running `mar train` of the study. `lock`: of the runs folder, which the run holds, too."""
+    """A running `mar train` of the study. `lock`: descriptor of the lock on the runs folder."""
 
     def __init__(self, run: StudyRun, base: Path, steps: int, *, jobs: int, lock: int) -> None:
         self.run, self.steps, self._jobs = run, steps, jobs
         self.began = time.monotonic()
-        # Follows the file, so that a row is read once, however long the run is.
+        # The reader reads each row once, so polling a long run stays cheap.
         self.rows = MetricsReader(run.directory)
         self.last: dict[str, Any] = {}
         run.directory.mkdir(parents=True, exist_ok=True)
-        # A separate session: Ctrl-C reaches only the study, which passes it on.
+        # In a session of its own, the run does not receive Ctrl-C directly; the study forwards it.
         with open(run.directory / LOG, "wb") as log:
             self.process = subprocess.Popen(
                 [*TRAIN, str(base), *run.overrides],
@@ -148,7 +151,7 @@ class _StartedRun:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # A run that outlives its study keeps the folder locked.
+                # The run inherits the lock, so the folder stays locked if the study is killed.
                 pass_fds=(lock,),
             )
 
@@ -158,41 +161,44 @@ class _StartedRun:
 
     @property
     def learned(self) -> str:
-        """Reward of the newest row (loss, if responses are given); empty before the first."""
+        """Reward of the newest row (loss, if the data contains responses) as text; empty before the
+        first row."""
         for name, key in (("reward", "reward/mean"), ("loss", "policy/loss")):
             if (value := number(self.last, key)) is not None:
                 return f"{name} {value:.3f}"
         return ""
 
-    def look(self) -> None:
-        """Read the newest row; skip a run that cannot be read."""
+    def poll(self) -> None:
+        """Read the newest row. Ignore a metrics file that cannot be read."""
         with suppress(UserError, OSError):
-            for news in self.rows.blocks():
-                self.last = news.rows[-1] if news.rows else {}
+            for block in self.rows.blocks():
+                self.last = block.rows[-1] if block.rows else {}
 
     def ended(self, *, requested: bool) -> StudyOutcome:
-        """Record the start, and return its outcome according to the directory. A run without a last
-        status, or refused, has failed, unless it was `requested` to stop."""
+        """Write the record of this start, and return the outcome of the ended process. If the
+        directory does not show how the run ended, it has failed, or has stopped if the stop was
+        `requested`."""
         code = self.process.returncode
         about: dict[str, Any] = {"settings": dict(self.run.settings)}
         about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
-        # Before the status is evaluated, so that every start leaves its record.
+        # Write the record first: reading the status may fail, and every start must have a record.
         write_file(self.run.directory / FILE, json.dumps(about) + "\n")
         try:
             outcome = outcome_of(self.run)
         except UserError as error:
             why = error.problems[0].what
             return StudyOutcome(state="failed", step=int(number(self.last, "step") or 0), why=why)
-        # The directory and the exit code agree.
+        # The exit code agrees with the status in the directory.
         if code in (0, INTERRUPTED) or outcome.state == "failed":
             return outcome
         if outcome.state == "finished":
             return replace(outcome, why=f"`mar train` ended with code {code} afterwards")
         if requested:
             return replace(outcome, state="stopped")
-        return replace(outcome, state="failed", why=outcome.why or self._last_words())
+        return replace(outcome, state="failed", why=outcome.why or self._cause())
 
-    def _last_words(self) -> str:
+    def _cause(self) -> str:
+        """Return the error in the run's logs, else the last line of its output."""
         cause = find_cause(self.run.directory / "logs")
         lines = (
             (self.run.directory / LOG)
@@ -200,82 +206,85 @@ class _StartedRun:
             .strip()
             .splitlines()
         )
-        return cause.message.splitlines()[0] if cause else lines[-1] if lines else "no words"
+        return cause.message.splitlines()[0] if cause else lines[-1] if lines else "no output"
 
 
 def study(
     path: Path, only: Sequence[str], console: Console, *, jobs: int = 1, retry: bool = False
 ) -> int:
-    """Run the remaining runs of the grid in `path`, `jobs` at a time, and return the exit code.
+    """Run the remaining runs of the grid in `path`, `jobs` at a time, and return the exit code: 0
+    if every run finished, 1 if some failed, 130 if Ctrl-C stopped the study.
 
-    0: every run finished; 1: some failed; 130: stopped by Ctrl-C, each run after its step, or at
-    once by a second Ctrl-C. `retry`: failed runs start again. Raises UserError before any starts.
+    The first Ctrl-C stops each active run after its step, the second one stops it at once. `only`:
+    names of sweeps or runs to use (see `runs_of`); all if empty. `retry`: start failed runs again.
+    Raises UserError before any run starts.
     """
     grid = read_grid(path)
     runs = runs_of(grid, only)
-    # All runs first, because a typing error in the last one must not cost a night.
+    # Check all runs first: an error in the last one must not appear after hours of training.
     configs = check(grid, runs, jobs=jobs)
-    at_work: list[_StartedRun] = []
-    took: list[float] = []
-    sent = 0
+    active: list[_StartedRun] = []
+    durations: list[float] = []
+    forwarded = 0
     with ExitStack() as stack:
         lock = stack.enter_context(lock_run_dir(grid.runs, command="mar study", key="runs"))
         outcomes = {run.name: outcome_of(run) for run in runs}
         again = ("waiting", "stopped", "failed") if retry else ("waiting", "stopped")
-        left = [run for run in runs if outcomes[run.name].state in again]
-        console.print(Text(f"{path}: {len(runs)} runs, {len(left)} to do"), soft_wrap=True)
+        remaining = [run for run in runs if outcomes[run.name].state in again]
+        console.print(Text(f"{path}: {len(runs)} runs, {len(remaining)} to do"), soft_wrap=True)
         interrupts = stack.enter_context(deferred_signals())
         live = None
         if console.is_terminal:
             live = stack.enter_context(Live(console=console, auto_refresh=False, transient=True))
-        # After the lock in the stack, so that runs end before the folder is released.
-        stack.callback(_end, at_work, interrupts)
+        # The stack unwinds in reverse order, so the runs end before the folder is unlocked.
+        stack.callback(_end, active, interrupts)
         drawn_at = time.monotonic()
-        # After a signal no run starts, and the study waits for the active ones.
-        while at_work or (left and not interrupts):
-            while left and len(at_work) < jobs and not interrupts:
-                run = left.pop(0)
+        # After a signal the study starts no run, and waits for the active runs.
+        while active or (remaining and not interrupts):
+            while remaining and len(active) < jobs and not interrupts:
+                run = remaining.pop(0)
                 steps = configs[run.name].run.steps
-                at_work.append(_StartedRun(run, grid.base, steps, jobs=jobs, lock=lock))
+                active.append(_StartedRun(run, grid.base, steps, jobs=jobs, lock=lock))
                 outcomes[run.name] = StudyOutcome(state="running", step=0)
-            # One at a time, because two signals that are sent together arrive as one.
-            if len(interrupts) > sent:
-                sent += 1
-                for one in at_work:
+            # Forward one signal per round, because a process may receive two pending signals as
+            # one.
+            if len(interrupts) > forwarded:
+                forwarded += 1
+                for one in active:
                     one.process.send_signal(signal.SIGINT)
-                if sent == 1:
-                    console.print("Stopping after this step. Ctrl-C again kills at once.")
+                if forwarded == 1:
+                    console.print("Stopping after this step. Press Ctrl-C again to stop at once.")
             if live is not None:
-                live.update(_live_table(at_work, left, outcomes, took, jobs), refresh=True)
+                live.update(_live_table(active, remaining, outcomes, durations, jobs), refresh=True)
             elif time.monotonic() - drawn_at > PLAIN_EVERY_S:
                 drawn_at = time.monotonic()
-                console.print(_counts(outcomes, left, took, jobs), highlight=False)
+                console.print(_counts(outcomes, remaining, durations, jobs), highlight=False)
             time.sleep(POLL_S)
-            for one in at_work:
-                one.look()
-            for one in [one for one in at_work if one.process.poll() is not None]:
+            for one in active:
+                one.poll()
+            for one in [one for one in active if one.process.poll() is not None]:
                 outcomes[one.run.name] = outcome = one.ended(requested=bool(interrupts))
-                at_work.remove(one)
-                took.append(one.seconds)
+                active.remove(one)
+                durations.append(one.seconds)
                 _report(console, one, outcome)
     console.print(_summary(runs, outcomes))
-    console.print(_counts(outcomes, left, took, jobs), highlight=False)
+    console.print(_counts(outcomes, remaining, durations, jobs), highlight=False)
     if interrupts:
-        console.print("Stopped; the same command continues.")
+        console.print("Stopped. Run the same command again to continue.")
         return INTERRUPTED
     return 1 if any(one.state == "failed" for one in outcomes.values()) else 0
 
 
-def _end(at_work: Sequence[_StartedRun], interrupts: Sequence[int]) -> None:
-    """End the active runs of an interrupted study. Ctrl-C shortens the waits."""
-    # A checkpoint first, then the second Ctrl-C, then SIGKILL.
-    for what, timeout_s in ENDING:
-        until, requested = time.monotonic() + timeout_s, len(interrupts)
-        for one in at_work:
+def _end(active: Sequence[_StartedRun], interrupts: Sequence[int]) -> None:
+    """End the active runs of an interrupted study. A further Ctrl-C ends the current wait."""
+    # The first SIGINT lets the run save a checkpoint, the second one stops it at once.
+    for signal_number, timeout_s in ENDING:
+        until, received = time.monotonic() + timeout_s, len(interrupts)
+        for one in active:
             if one.process.poll() is None:
-                one.process.send_signal(what)
-        while any(one.process.poll() is None for one in at_work):
-            if time.monotonic() > until or len(interrupts) > requested:
+                one.process.send_signal(signal_number)
+        while any(one.process.poll() is None for one in active):
+            if time.monotonic() > until or len(interrupts) > received:
                 break
             time.sleep(POLL_S)
 
@@ -288,26 +297,34 @@ def _report(console: Console, one: _StartedRun, outcome: StudyOutcome) -> None:
 
 
 def _counts(
-    outcomes: Mapping[str, StudyOutcome], left: Sequence[StudyRun], took: Sequence[float], jobs: int
+    outcomes: Mapping[str, StudyOutcome],
+    remaining: Sequence[StudyRun],
+    durations: Sequence[float],
+    jobs: int,
 ) -> str:
     states = [one.state for one in outcomes.values()]
     parts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
-    if took and left:
-        parts.append(f"about {span(sum(took) / len(took) * len(left) / jobs)} left")
+    if durations and remaining:
+        parts.append(f"about {span(sum(durations) / len(durations) * len(remaining) / jobs)} left")
     return ", ".join(parts)
 
 
 def _live_table(
-    at_work: Sequence[_StartedRun],
-    left: Sequence[StudyRun],
+    active: Sequence[_StartedRun],
+    remaining: Sequence[StudyRun],
     outcomes: Mapping[str, StudyOutcome],
-    took: Sequence[float],
+    durations: Sequence[float],
     jobs: int,
 ) -> Table:
     table = Table(
-        "run", "step", "latest", "cosine", "time", caption=_counts(outcomes, left, took, jobs)
+        "run",
+        "step",
+        "latest",
+        "cosine",
+        "time",
+        caption=_counts(outcomes, remaining, durations, jobs),
     )
-    for one in at_work:
+    for one in active:
         cosine = number(one.last, "gac/cosine")
         table.add_row(
             one.run.name,
@@ -323,6 +340,6 @@ def _summary(runs: Sequence[StudyRun], outcomes: Mapping[str, StudyOutcome]) -> 
     table = Table("run", "state", "step", "held out", "why", box=None)
     for run in runs:
         one = outcomes[run.name]
-        # A reason may contain brackets, which are not markup.
+        # Text, because rich would interpret brackets in a reason as markup.
         table.add_row(run.name, one.state, str(one.step), one.held_out, Text(one.why))
     return table

@@ -1,10 +1,10 @@
-"""The loop, on one screen: next batch, update, publish, evaluate, log, checkpoint.
+"""The training loop: get a batch, update, publish, evaluate, log, and save a checkpoint.
 
     phase    generate           train                    publish                     generate
              next batch   take devices, update   give devices, publish   evaluate, log, checkpoint
 
-Every rank runs this file (SPMD, under torchrun). Rank 0 differs in one object, `Rank0`, which has
-the controller of engines and samples, the logs and the status; other ranks have its null
+Every rank runs this file (SPMD, under torchrun). Rank 0 differs in one object, `Rank0`, which owns
+the controller of engines and samples, the logs and the status. The other ranks have its null
 counterpart.
 """
 
@@ -16,7 +16,7 @@ import sys
 import traceback
 from pathlib import Path
 
-# First, because of how it imports Megatron.
+# Import `device` first: without a GPU, it imports Megatron without loading torch's compiler.
 from megatron_async_rl.policy import device
 
 # isort: split
@@ -41,16 +41,18 @@ from megatron_async_rl.weights.convert import export_adapter, export_hf
 from megatron_async_rl.weights.export import WeightExporter
 
 COLLECTIVE_GRACE_S = 60.0
-"""Ranks wait in a collective while rank 0 starts engines or waits for a batch. Those waits have
-shorter deadlines, which therefore expire before the collective's."""
+"""Seconds that are added to `quiet_s` for the timeout of collectives. Ranks wait in a collective
+while rank 0 starts engines or waits for a batch, and rank 0's own deadlines must expire first."""
 RANK_END_SHARE = 1.5
-"""Share of watchdog.timeout_s after which a rank of a run that does not move ends itself if no
-launcher watches it."""
+"""Multiple of watchdog.timeout_s without progress after which a rank ends itself, if no launcher
+watches it."""
 WRITE_WAIT_SHARE = 0.8
-"""Share of the time without progress that a failed run waits for the checkpoint being written."""
+"""Share of `quiet_s` that a failed run waits for the checkpoint being written."""
 
 
 def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background) -> None:
+    """Train until `run.steps` or a requested stop, then save a checkpoint and, at the end of the
+    run, export the model. `writing` writes checkpoints in the background."""
     directory, rank0 = config.run.dir, rank.rank0
     with watch.phase("starting model and engines", quiet_s(config)):
         policy = Policy.build(
@@ -65,11 +67,11 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
             anomalies=directory / ANOMALIES,
         )
         rank.memory = policy.memory
-        own = config.engine_dtype == config.model.dtype
+        same_dtype = config.engine_dtype == config.model.dtype
         exporter = WeightExporter(
             policy.model.bridge,
             policy.model.chunks,
-            dtype=None if own else DTYPES[config.engine_dtype],
+            dtype=None if same_dtype else DTYPES[config.engine_dtype],
         )
         rank.stage_from(exporter)
         resumed = policy.load(directory / "checkpoint")
@@ -88,9 +90,10 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
                     directory / "checkpoint",
                     version,
                     state,
-                    # Weights without a finite step may be at fault, so older checkpoints stay.
+                    # After non-finite steps the weights may be at fault: keep all older
+                    # checkpoints.
                     keep=None if policy.untried else config.checkpoint.keep,
-                    # A step was made from the last saved weights, but not yet from the new ones.
+                    # A finite step has used the last saved weights; none has used the new ones.
                     proven=saved if saved >= 0 else None,
                     files=files,
                     background=writing if config.checkpoint.asynchronous else None,
@@ -119,7 +122,7 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         rank0.log(batch, metrics)
         policy.require_finite_steps(ended=version == config.run.steps)
         due |= bool(config.checkpoint.every) and version % config.checkpoint.every == 0
-        # A checkpoint that is due during steps that are not finite waits for the next finite one.
+        # If a checkpoint is due during non-finite steps, save it after the next finite step.
         if due and not policy.untried:
             save()
     save()
@@ -134,17 +137,19 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         files = WeightExporter(policy.model.bridge, policy.model.chunks)
         export_hf(files, config.model.path, directory / "hf")
         export_adapter(policy.model, directory / "adapter")
-    lost = policy.step.nonfinite
-    rank0.set_status("finished", f"{lost} optimizer steps were not finite" if lost else "")
+    skipped = policy.step.nonfinite
+    rank0.set_status("finished", f"{skipped} optimizer steps were not finite" if skipped else "")
 
 
 def quiet_s(config: Config) -> float:
-    """Return how long a start, a checkpoint or an export may show no progress."""
+    """Return the time in seconds that a start, a checkpoint or an export may take without
+    progress."""
     start_s = config.rollout.start_timeout_s if config.rollout is not None else 0.0
     return max(config.watchdog.timeout_s, start_s)
 
 
 def main(config_path: Path) -> int:
+    """Run this rank of `mar train`; return the exit code."""
     config = load(config_path)
     directory, timeout_s, rank = config.run.dir, config.watchdog.timeout_s, device.launched_rank()
     log = directory / "logs" / f"rank_{rank}.log"
@@ -153,7 +158,7 @@ def main(config_path: Path) -> int:
     name_shared_memory()
     watch.start(directory, f"rank {rank}", end_after_s=RANK_END_SHARE * timeout_s)
     device_type = device.install(os.environ.get(PLANNED_DEVICE, config.policy.device))
-    # Python collects garbage at its end; objects imported so far need not be traversed.
+    # Exclude the imported objects from every later garbage collection, which would traverse them.
     gc.freeze()
     with watch.phase("joining the other ranks", quiet_s(config)):
         collective_s = quiet_s(config) + COLLECTIVE_GRACE_S
@@ -167,8 +172,9 @@ def main(config_path: Path) -> int:
             traceback.print_exc()
             explained = _explained(error, config, trainer, device_type)
             record_failure(directory, failure_of(explained, log))
-            # The launcher ends the rest of the run soon after it is notified. The wait is shorter
-            # than the stall limit, in case another rank is gone.
+            # Wait before rank 0 reports the failure, because the launcher ends all processes soon
+            # after the report. The wait is shorter than the stall limit, because another rank may
+            # be gone.
             with watch.phase("writing a checkpoint", quiet_s(config)):
                 writing.settle(WRITE_WAIT_SHARE * quiet_s(config))
             trainer.rank0.failed(explained)
@@ -184,8 +190,8 @@ def main(config_path: Path) -> int:
 def _explained(
     error: BaseException, config: Config, trainer: TrainerRank, device_type: str
 ) -> BaseException:
-    """Return the error to report for `error`: for exhausted memory, an error that names its
-    holders."""
+    """Return the error to report for `error`. If memory was exhausted, the result lists what used
+    the memory."""
     try:
         return (
             memory_ran_out(
@@ -193,7 +199,7 @@ def _explained(
             )
             or error
         )
-    except Exception:  # noqa: BLE001 - a broken device cannot be queried; the cause is what counts
+    except Exception:  # noqa: BLE001 - a broken device cannot be queried; report the original error
         traceback.print_exc()
         return error
 

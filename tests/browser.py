@@ -1,4 +1,4 @@
-"""A real browser for tests: Debian's chromium, controlled by chromedriver over HTTP."""
+"""Real browser for tests: Debian's chromium, controlled by chromedriver over HTTP."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ ANSWER_TIMEOUT_S = 120.0
 
 
 class Browser:
+    """Session of a browser with one page."""
+
     def __init__(self, session: str) -> None:
         self._session = session
 
@@ -28,14 +30,15 @@ class Browser:
         self._post("url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """Return the value that the body of a function returns."""
+        """Run `script` as the body of a function in the page; return the function's result."""
         return self._post("execute/sync", {"script": script, "args": arguments})
 
     def wait_for(self, condition: str) -> Any:
-        """Return the value of an expression as soon as it is true. Raises AssertionError."""
+        """Return the value of an expression once it is true. Raises AssertionError after
+        ANSWER_TIMEOUT_S."""
         end = time.monotonic() + ANSWER_TIMEOUT_S
         while not (value := self.run(f"return {condition}")):
-            assert time.monotonic() < end, f"it did not come true: {condition}"
+            assert time.monotonic() < end, f"not true after {ANSWER_TIMEOUT_S} s: {condition}"
             time.sleep(0.05)
         return value
 
@@ -62,41 +65,41 @@ class Browser:
         return self._post("goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def _post(self, name: str, body: dict[str, Any]) -> Any:
-        return _ask(f"{self._session}/{name}", body)
+        return _request(f"{self._session}/{name}", body)
 
     def _get(self, name: str) -> Any:
-        return _ask(f"{self._session}/{name}", None)
+        return _request(f"{self._session}/{name}", None)
 
 
-def _ask(url: str, body: dict[str, Any] | None, method: str | None = None) -> Any:
+def _request(url: str, body: dict[str, Any] | None, method: str | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, method=method)
-    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
-        return json.load(answer)["value"]
+    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:
+        return json.load(response)["value"]
 
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """Yield a browser. `folder`: for its profile."""
+    """Yield a browser that stores its profile in `folder`."""
     assert DRIVER is not None
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     options += [f"--user-data-dir={folder / 'profile'}", "--no-first-run", "--hide-scrollbars"]
-    wanted = {
+    settings = {
         "goog:chromeOptions": {"binary": BROWSER, "args": options},
         "goog:loggingPrefs": {"browser": "ALL"},
     }
     driver = subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL)
     try:
         _wait_for_port(port)
-        capabilities = {"capabilities": {"alwaysMatch": wanted}}
-        session = _ask(f"http://127.0.0.1:{port}/session", capabilities)["sessionId"]
+        capabilities = {"capabilities": {"alwaysMatch": settings}}
+        session = _request(f"http://127.0.0.1:{port}/session", capabilities)["sessionId"]
         url = f"http://127.0.0.1:{port}/session/{session}"
         try:
             yield Browser(url)
         finally:
-            _ask(url, None, "DELETE")
+            _request(url, None, "DELETE")
     finally:
         driver.terminate()
         driver.wait()

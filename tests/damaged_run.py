@@ -1,4 +1,4 @@
-"""A run directory with every file that a command reads back, and ways to damage a file."""
+"""Run directory with every file that a command reads, and functions that damage a file."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ STEPS = 5
 
 
 def damageable_run(folder: Path) -> Path:
-    """Write a run of STEPS steps that was stopped, with a checkpoint, samples and an exported
-    model; return its config file. Its directory is `out`, next to the config."""
+    """Write a run that was stopped after STEPS steps, with a checkpoint, samples and an exported
+    model. Return its config file; the run directory is `out`, next to the config."""
     config = write_run(folder)
     loaded = load(config, ["run.steps=9", "checkpoint.every=2"])
     config.write_text(dump(loaded))
@@ -60,7 +60,7 @@ def name_of(step: int) -> str:
 
 
 def save(config: Config, step: int) -> Path:
-    """Write the parts of a checkpoint that are read without torch; return its folder."""
+    """Write the files of a checkpoint that are read without torch; return its folder."""
     run_dir = config.run.dir
     folder = run_dir / "checkpoint" / name_of(step)
     (folder / "sharded").mkdir(parents=True)
@@ -104,6 +104,7 @@ def _replaced(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def _torn(path: Path) -> None:
+    """Truncate a file, or remove all but the first entry of a folder."""
     if path.is_dir():
         for one in sorted(path.iterdir())[1:]:
             remove(one)
@@ -140,18 +141,18 @@ class _Data(ctypes.Structure):
 
 @contextlib.contextmanager
 def permissions_count() -> Iterator[None]:
-    """Make file modes bind this thread even if it is root, by dropping the capabilities that
-    override them (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH)."""
+    """Enforce file modes for this thread, even as root, by dropping the capabilities that override
+    them (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH)."""
     if os.geteuid() != 0:
         yield
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    header, held = _Header(0x20080522, 0), (_Data * 2)()
-    assert libc.capget(ctypes.byref(header), held) == 0
-    less = (_Data * 2)(*held)
-    less[0].effective &= ~0b110
-    assert libc.capset(ctypes.byref(header), less) == 0
+    header, original = _Header(0x20080522, 0), (_Data * 2)()
+    assert libc.capget(ctypes.byref(header), original) == 0
+    reduced = (_Data * 2)(*original)
+    reduced[0].effective &= ~0b110
+    assert libc.capset(ctypes.byref(header), reduced) == 0
     try:
         yield
     finally:
-        assert libc.capset(ctypes.byref(header), held) == 0
+        assert libc.capset(ctypes.byref(header), original) == 0

@@ -7,11 +7,13 @@ MAR_CALLS/<pid>.jsonl. The clock is that of the machine, so the files can be mer
 
 Invariants:
 - a function is recorded at most once per `REARM_S` and process, so a traced run is barely slower;
+  with MAR_CALLS_ONCE set, at most once per process;
 - the marker functions, which begin and end the windows, are recorded at every call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -26,16 +28,16 @@ _MARKERS = frozenset(os.environ.get("MAR_MARKERS", "").split(","))
 _PACKAGE = f"{os.sep}megatron_async_rl{os.sep}"
 _OPTIMIZED = 0x1
 """Flag of a function's code. The bodies of modules and classes lack it: an import is not a call."""
-_output: dict[int, int] = {}
-"""Open file by process, because forks share the parent's."""
 
 
 def _write(line: str) -> None:
-    pid = os.getpid()
-    if pid not in _output:
-        path = os.path.join(_FOLDER, f"{pid}.jsonl")
-        _output[pid] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.write(_output[pid], line.encode())
+    # Opened each time: forks share descriptors, and a sandbox closes them.
+    with contextlib.suppress(OSError):  # a sandbox may hide the folder
+        output = os.open(f"{_FOLDER}/{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            os.write(output, line.encode())
+        finally:
+            os.close(output)
 
 
 def _called(code: CodeType, _offset: int) -> object:
@@ -64,5 +66,6 @@ if _FOLDER:
     for _event in (_EVENTS.PY_START, _EVENTS.PY_RESUME):
         sys.monitoring.register_callback(_TOOL, _event, _called)
     sys.monitoring.set_events(_TOOL, _EVENTS.PY_START | _EVENTS.PY_RESUME)
-    os.register_at_fork(after_in_child=_start_thread)
-    _start_thread()
+    if not os.environ.get("MAR_CALLS_ONCE"):
+        os.register_at_fork(after_in_child=_start_thread)
+        _start_thread()

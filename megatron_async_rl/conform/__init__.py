@@ -1,1 +1,1 @@
-"""`mar conform`: reference vectors against this project's own registries."""
+"""Tests of this package's methods against reference vectors (`mar conform`)."""

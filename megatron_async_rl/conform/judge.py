@@ -1,13 +1,13 @@
-"""Judgement and display of cases.
+"""Comparison of cases with their references, and display of the results.
 
-Every case runs in float64. A float64 reference has to be met to 1e-6 absolute plus 1e-6 relative. A
-reference of float32 numbers holds float32's rounding, which heavy tails enlarge: if the method runs
-per micro-batch, the case runs in float32 too, and each number has to be met in one of the two, to
-1e-5 absolute plus 1e-4 relative. A sum carries the rounding of its terms, so that 1e-5 of their
-magnitudes is allowed where it is more.
+Every case runs in float64. A float64 reference must match within 1e-6 absolute plus 1e-6 relative.
+A float32 reference contains float32 rounding, which heavy tails enlarge. If the method runs per
+micro-batch, such a case also runs in float32, and each number must match in one of the two runs
+within 1e-5 absolute plus 1e-4 relative. For a sum, the relative part is at least 1e-5 of the sum of
+its terms' magnitudes, because the sum contains the rounding errors of all terms.
 
-Invariant: whatever a case holds, it ends as an outcome with a reason, and the cases after it are
-still run.
+Invariant: every case has a result, with a reason if it failed, and no failure prevents the cases
+after it from running.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from rich.text import Text
 from megatron_async_rl.conform.methods import Case, CaseValues, Numbers, run_case
 
 TOLERANCE = {"float64": (1e-6, 1e-6), "float32": (1e-5, 1e-4)}
-"""dtype of the reference -> (absolute, relative)."""
+"""dtype of the reference -> (absolute tolerance, relative tolerance)."""
 OF_TERMS = 1e-5
+"""Tolerance of a float32 sum, relative to the sum of its terms' magnitudes."""
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """error: the largest absolute difference, nan where nothing could be compared. reason: why it
-    failed, empty if it passed."""
+    """Result of one case. error: largest absolute difference; nan if the case could not run.
+    reason: cause of the failure; empty if the case passed."""
 
     case: str
     method: str
@@ -48,19 +49,21 @@ class CaseResult:
 
 
 def judge(case: Case) -> CaseResult:
+    """Run a case and compare its numbers with the reference. Raises no error of the case or of the
+    method: the result has the reason."""
     method = f"{case.kind} {case.name}"
     try:
         return CaseResult(case.case, method, *_compare(case))
-    # Before ValueError, whose subclass it is.
+    # Handle ValidationError first, because it is a subclass of ValueError.
     except ValidationError as error:
-        wrong = [
+        invalid = [
             f"params.{'.'.join(map(str, one['loc'])) or case.name}: {one['msg']}"
             for one in error.errors()
         ]
-        return CaseResult(case.case, method, math.nan, "; ".join(wrong))
+        return CaseResult(case.case, method, math.nan, "; ".join(invalid))
     except ValueError as error:
         return CaseResult(case.case, method, math.nan, _line(error))
-    # Methods are user code when they are plug-ins: any of these ends one case only.
+    # A plug-in's method is user code, and its error must fail only this case.
     except (
         TypeError,
         LookupError,
@@ -73,12 +76,13 @@ def judge(case: Case) -> CaseResult:
 
 
 def _line(error: Exception) -> str:
+    """Return the first line of the error's message."""
     return (str(error).splitlines() or ["no message"])[0]
 
 
 def _compare(case: Case) -> tuple[float, str]:
-    """(largest error, first reason to fail)."""
-    # A float32 reference may carry rounding that the float64 run does not have, and vice versa.
+    """Return (largest error, reason); the reason describes the first key that does not match."""
+    # Compare a float32 reference with two runs, because its rounding may match either of them.
     single = case.dtype == "float32"
     runs = [
         run_case(case, dtype)
@@ -87,11 +91,11 @@ def _compare(case: Case) -> tuple[float, str]:
     largest, reason = 0.0, ""
     for key, expected in case.expect.items():
         numbers = [
-            (_value(case, key, found), found.scales.get(key, 0.0))
-            for found in runs
-            if found is not None
+            (_value(case, key, computed), computed.scales.get(key, 0.0))
+            for computed in runs
+            if computed is not None
         ]
-        # Element by element, the better of the two runs counts.
+        # For each element, the run with the smaller error counts.
         errors = np.stack([_error(expected, value) for value, _ in numbers])
         allowed = np.stack([_allowed(case, expected, scale) for _, scale in numbers])
         wrong = np.asarray(~(errors <= allowed).any(axis=0) | ~np.isfinite(errors).all(axis=0))
@@ -103,29 +107,36 @@ def _compare(case: Case) -> tuple[float, str]:
     return largest, reason
 
 
-def _value(case: Case, key: str, found: CaseValues) -> Numbers:
-    if key not in found.values:
+def _value(case: Case, key: str, computed: CaseValues) -> Numbers:
+    """Return the computed numbers for `expect.<key>`. Raises ValueError if the method does not
+    compute them, or computes another shape."""
+    if key not in computed.values:
         raise ValueError(
-            f"expect.{key}: {case.kind} {case.name} gives {', '.join(sorted(found.values))}"
+            f"expect.{key}: {case.kind} {case.name} computes only"
+            f" {', '.join(sorted(computed.values))}"
         )
-    # Broadcasting would hide a method that reduces over the wrong axis.
-    if found.values[key].shape != case.expect[key].shape:
-        shapes = [list(values.shape) for values in (case.expect[key], found.values[key])]
-        raise ValueError(f"expect.{key} has shape {shapes[0]}, and {shapes[1]} came out")
-    return found.values[key]
+    # Compare shapes, because broadcasting would hide a method that reduces over the wrong axis.
+    if computed.values[key].shape != case.expect[key].shape:
+        shapes = [list(values.shape) for values in (case.expect[key], computed.values[key])]
+        raise ValueError(f"expect.{key} has shape {shapes[0]}, but the result has {shapes[1]}")
+    return computed.values[key]
 
 
-def _error(expected: Numbers, got: Numbers) -> Numbers:
-    """Absolute; inf if one of the two is not finite and differs from the other."""
+def _error(expected: Numbers, computed: Numbers) -> Numbers:
+    """Return the absolute error of each element; inf if one of the two numbers is not finite and
+    differs from the other."""
     with np.errstate(invalid="ignore"):
-        # Equal infinities are equal; their difference would be nan.
-        return np.where(got == expected, 0.0, np.nan_to_num(np.abs(got - expected), nan=np.inf))
+        # Compare before subtracting: the difference of equal infinities is nan.
+        difference = np.nan_to_num(np.abs(computed - expected), nan=np.inf)
+        return np.where(computed == expected, 0.0, difference)
 
 
 def _allowed(case: Case, expected: Numbers, scale: float) -> Numbers:
+    """Return the largest permitted error of each element. scale: sum of the magnitudes of the terms
+    of a sum, else 0."""
     single = case.dtype == "float32"
     absolute, relative = TOLERANCE[case.dtype]
-    # Expected values may be close to the largest float.
+    # Expected values may be so close to the largest float that the product overflows.
     with np.errstate(over="ignore"):
         by_value = relative * np.abs(np.nan_to_num(expected))
         return np.asarray(
@@ -134,17 +145,18 @@ def _allowed(case: Case, expected: Numbers, scale: float) -> Numbers:
 
 
 def _reason(
-    key: str, expected: Numbers, got: Numbers, wrong: NDArray[np.bool_], error: Numbers
+    key: str, expected: Numbers, computed: Numbers, wrong: NDArray[np.bool_], error: Numbers
 ) -> str:
+    """Return the message for the element with the largest error among the `wrong` ones."""
     place = np.unravel_index(int(np.argmax(np.where(wrong, error, -1.0))), error.shape)
     index = "".join(f"[{i}]" for i in place)
     amount = f" ({int(wrong.sum())} of {wrong.size} differ)" if wrong.size > 1 else ""
-    return f"{key}{index} is {got[place]:.10g}, expected {expected[place]:.10g}{amount}"
+    return f"{key}{index} is {computed[place]:.10g}, expected {expected[place]:.10g}{amount}"
 
 
 def show(files: Mapping[Path, Sequence[Case]], console: Console) -> int:
-    """Judge every case and print it under its file. Return the exit code: 0 only if every case
-    passed."""
+    """Run every case and print its result under the name of its file. Return the exit code: 0 if
+    every case passed, else 1."""
     total, failed = sum(map(len, files.values())), 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("cases", total=total)
@@ -157,13 +169,14 @@ def show(files: Mapping[Path, Sequence[Case]], console: Console) -> int:
     if failed:
         console.print(Text(f"{failed} of {total} cases failed", style="red bold"))
         return 1
-    console.print(Text(f"all {total} cases passed", style="green bold"))
+    console.print(Text(f"{total} of {total} cases passed", style="green bold"))
     return 0
 
 
 def _lines(cases: Sequence[Case]) -> Iterator[tuple[Text, bool]]:
-    width = max(len(case.case) for case in cases)
-    wide = max(len(f"{case.kind} {case.name}") for case in cases)
+    """Run the cases of one file. Yield for each its line, and True if it passed."""
+    case_width = max(len(case.case) for case in cases)
+    method_width = max(len(f"{case.kind} {case.name}") for case in cases)
     for outcome in map(judge, cases):
         mark = ("pass", "green") if outcome.passed else ("FAIL", "red bold")
         error = (
@@ -174,7 +187,7 @@ def _lines(cases: Sequence[Case]) -> Iterator[tuple[Text, bool]]:
         text = Text.assemble(
             "  ",
             mark,
-            f"  {outcome.case:{width}}  {outcome.method:{wide}}  {error}  ",
+            f"  {outcome.case:{case_width}}  {outcome.method:{method_width}}  {error}  ",
             outcome.reason,
         )
         text.rstrip()

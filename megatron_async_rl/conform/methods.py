@@ -1,14 +1,17 @@
-"""Cases of reference vectors: read from files, and run through the registries, as a training step
-is, on a batch that the case spells out.
+"""Cases of reference vectors: their file format, and their execution by the registered methods.
 
 A file is a JSON list of cases (`case`, `kind`, `name`, `params`, `inputs`, `expect`). Tensors over
-tokens are [sequence][token], padded with mask 0, tensors over sequences [sequence]. `dtype` of a
-case is the precision of its expected numbers; without it, float32 is assumed, which has wider
+tokens are [sequence][token], padded with mask 0; tensors over sequences are [sequence]. The `dtype`
+of a case is the precision of its expected numbers; the default is float32, which has wider
 tolerances.
 
-The settings are those of the configuration's own models, `decide` sees the whole batch before the
-loss does, and aggregation has the whole batch's denominators. Padding stays in the batch with mask
-0 and must have no effect."""
+Invariants: a case runs in the same way as a batch of a training step.
+- `params` are validated by the config's own models, so a case has only settings that a config may
+  have;
+- `decide` receives the whole batch before the loss runs, and the aggregation uses the denominators
+  of the whole batch;
+- padding stays in the batch with mask 0 and must have no effect.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +41,21 @@ from megatron_async_rl.objectives.off_policy import effective_sample_size
 from megatron_async_rl.objectives.terms import token_rewards
 
 KEYS = {"case": str, "kind": str, "name": str, "params": dict, "inputs": dict, "expect": dict}
+"""Required keys of a case and the type of each value."""
 DTYPES = ("float32", "float64")
+"""Values of `dtype`; the first is the default."""
 
 Numbers = NDArray[np.float64]
 
 
 class Malformed(ValueError):
-    """Content that does not describe a case; `read_cases` adds the file and the case."""
+    """Error for content that does not describe a case. `read_cases` adds the file and the case."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """inputs, expect: [S, T] for tensors over tokens, [S] for tensors over sequences, [] for
-    numbers."""
+    """One case of a file. inputs, expect: [S, T] for tensors over tokens, [S] for tensors over
+    sequences, [] for scalars."""
 
     case: str
     kind: str
@@ -59,11 +64,12 @@ class Case:
     inputs: Mapping[str, Numbers]
     expect: Mapping[str, Numbers]
     dtype: str
-    """Precision of the computation that `expect` comes from: float32 or float64."""
+    """Precision in which `expect` was computed: float32 or float64."""
 
 
 def read_cases(file: Path) -> list[Case]:
-    """The cases of `file`, in order. Raises UserError, naming file and case."""
+    """Return the cases of `file` in order, after checking all of them. Raises UserError, which
+    names the file and the case."""
 
     def refuse(what: str) -> NoReturn:
         raise UserError.of(
@@ -71,7 +77,6 @@ def read_cases(file: Path) -> list[Case]:
         )
 
     try:
-        # Everything is checked before any case runs, so that a typing error costs no minutes.
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"cannot be read: {error.strerror or error}"
@@ -84,7 +89,7 @@ def read_cases(file: Path) -> list[Case]:
     for number, entry in enumerate(content):
         if not isinstance(entry, dict):
             refuse(f"entry {number}: expected an object with keys {', '.join(KEYS)}")
-        # The case's own name where it has one: entries move when a file is edited.
+        # Prefer the name of the case, because its number changes when the file is edited.
         label = (
             f"case {entry['case']!r}" if isinstance(entry.get("case"), str) else f"entry {number}"
         )
@@ -96,9 +101,9 @@ def read_cases(file: Path) -> list[Case]:
         dtype = entry.get("dtype", DTYPES[0])
         if dtype not in DTYPES:
             refuse(f"{label}: `dtype` is {dtype!r}, expected one of {', '.join(DTYPES)}")
-        # Results are listed by name.
+        # The output lists results by name, so a name must be unique.
         if entry["case"] in cases:
-            refuse(f"{label}: occurs twice; the names of the cases of a file are unique")
+            refuse(f"{label}: occurs twice; each case of a file needs a unique name")
         try:
             inputs, expect = (
                 {key: _numbers(key, value) for key, value in entry[part].items()}
@@ -107,7 +112,7 @@ def read_cases(file: Path) -> list[Case]:
             _check_shapes(inputs, expect)
         except Malformed as error:
             refuse(f"{label}: {error}")
-        # The order of the file is the order of the output.
+        # The dict keeps the order of the file, which is the order of the output.
         cases[entry["case"]] = Case(
             entry["case"], entry["kind"], entry["name"], entry["params"], inputs, expect, dtype
         )
@@ -115,24 +120,27 @@ def read_cases(file: Path) -> list[Case]:
 
 
 def _numbers(key: str, value: Any) -> Numbers:
+    """Return a JSON value as an array of at most two dimensions. Raises Malformed."""
     rows = value if isinstance(value, list) else [value]
-    # NumPy would make an array of objects of ragged rows.
+    # Check here, because NumPy's error for ragged rows does not name the key.
     if len({len(row) if isinstance(row, list) else -1 for row in rows}) > 1:
-        raise Malformed(f"`{key}`: its rows are not of one length")
+        raise Malformed(f"`{key}`: its rows differ in length")
     flat = [number for row in rows for number in (row if isinstance(row, list) else [row])]
-    # Only nan differs from itself; math.isnan would refuse large integers in its own way.
+    # `number == number` excludes nan. math.isnan would raise OverflowError for a large integer.
     if not all(isinstance(number, (int, float)) and number == number for number in flat):
-        raise Malformed(f"`{key}`: expected numbers: [sequence][token], [sequence] or one")
+        raise Malformed(f"`{key}`: expected numbers: [sequence][token], [sequence] or a scalar")
     try:
         return np.array(value, dtype=np.float64)
     except OverflowError:
-        raise Malformed(f"`{key}`: holds a number beyond float64") from None
+        raise Malformed(f"`{key}`: contains a number outside the range of float64") from None
 
 
 def _check_shapes(inputs: Mapping[str, Numbers], expect: Mapping[str, Numbers]) -> None:
+    """Raise Malformed if the tensors of a case differ in shape, if `mask` is invalid, or if nothing
+    is expected."""
     if not expect:
         raise Malformed("`expect` is empty: there is nothing to compare")
-    # Sequences first: a wrong number of them explains wrong tokens.
+    # Compare the numbers of sequences first: if they differ, the error names only them.
     for dimensions in (1, 2):
         shapes = {
             key: values.shape[:dimensions]
@@ -150,19 +158,21 @@ def _check_shapes(inputs: Mapping[str, Numbers], expect: Mapping[str, Numbers]) 
 
 
 POLICIES = ("logp", "logp_prox", "logp_behavior")
-"""If a case names only some of the three policies, the others are the first one it names."""
+"""Columns of log-probabilities. A column missing from a case equals the first column present."""
 COLUMNS = tuple(
     field.name
     for field in dataclasses.fields(TokenBatch)
     if field.name not in ("sequence", "sequences", "decided")
 )
+"""Columns of a batch that a case may have in `inputs`."""
 PER_SEQUENCE = ("rewards", "group", "score_norms")
+"""Columns with one number per sequence; all others have one per token."""
 
 
 def settings_of(section: str, name: str, params: Mapping[str, Any]) -> Strict:
-    """The settings of method `name` as `objective.<section>` would take them. Raises
-    ValidationError, ValueError."""
-    # The schema's own models: a case cannot set what a configuration could not.
+    """Return the settings of method `name`, validated as in `objective.<section>`. Raises
+    ValidationError for invalid params, and ValueError for an unknown name."""
+    # Use the config's own models, so a case has only settings that a config may have.
     models = models_in(ObjectiveConfig.model_fields[section].annotation)
     for model in models:
         if method_name(model) == name:
@@ -175,50 +185,51 @@ def settings_of(section: str, name: str, params: Mapping[str, Any]) -> Strict:
 
 
 def batch_of(case: Case) -> TokenBatch:
-    """The case as a whole batch: float64, no gradient, every column that the case names. Raises
-    ValueError."""
+    """Return the case as a whole batch in float64, without gradients. [S, T] inputs are flattened
+    to [S * T]. Raises ValueError for an invalid column."""
     if "mask" not in case.inputs:
         raise ValueError("inputs.mask is missing")
     rows, length = case.inputs["mask"].shape
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for key, values in case.inputs.items():
         if key not in COLUMNS:
             raise ValueError(
-                f"inputs.{key} is not a batch's column; nearest: {nearest(key, COLUMNS) or 'none'}"
+                f"inputs.{key} is not a column of a batch; nearest:"
+                f" {nearest(key, COLUMNS) or 'none'}"
             )
         if (values.ndim == 1) != (key in PER_SEQUENCE) or not values.ndim:
             raise ValueError(
-                f"inputs.{key}: expected numbers per"
+                f"inputs.{key}: expected one number per"
                 f" {'sequence' if key in PER_SEQUENCE else 'token'}"
             )
         # Padding stays in the flat batch, with mask 0.
-        given[key] = torch.from_numpy(values.flatten()).to(
+        inputs[key] = torch.from_numpy(values.flatten()).to(
             torch.int64 if key in ("group", "lag") else torch.float64
         )
-    # nan, so that a method which reads an absent policy fails visibly.
-    unknown = torch.full((rows * length,), math.nan, dtype=torch.float64)
-    first = next((given[key] for key in POLICIES if key in given), unknown)
+    # nan makes a method fail visibly if it reads log-probabilities and the case has none.
+    missing = torch.full((rows * length,), math.nan, dtype=torch.float64)
+    first = next((inputs[key] for key in POLICIES if key in inputs), missing)
     columns: dict[str, Any] = {
         **dict.fromkeys(POLICIES, first),
-        "advantages": torch.zeros_like(unknown),
-        "weights": torch.ones_like(unknown),
+        "advantages": torch.zeros_like(missing),
+        "weights": torch.ones_like(missing),
         "sequence": torch.arange(rows).repeat_interleave(length),
         "sequences": rows,
     }
-    batch = TokenBatch(**(columns | given))
+    batch = TokenBatch(**(columns | inputs))
     if batch.rewards is None:
         return batch
-    # As in training, where the KL penalty is taken off before.
+    # Training computes token rewards before the method runs. A case has no KL penalty.
     batch = batch.replace(token_rewards=token_rewards(batch, torch.zeros_like(batch.mask)))
     return (
         batch
-        if "advantages" in given
+        if "advantages" in inputs
         else batch.replace(advantages=batch.per_token(batch.require("rewards")))
     )
 
 
 def micro_batch(whole: TokenBatch, dtype: torch.dtype) -> TokenBatch:
-    """All of a whole batch as one micro-batch in `dtype`."""
+    """Return a whole batch as one micro-batch, with its floating-point columns in `dtype`."""
 
     def cast(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
@@ -230,13 +241,13 @@ def micro_batch(whole: TokenBatch, dtype: torch.dtype) -> TokenBatch:
     decided = BatchDecision(
         cast(whole.decided.tokens), cast(whole.decided.sequences), whole.decided.scalars
     )
-    # A micro-batch has no groups: it may hold a part of one.
+    # A micro-batch of a training step has no groups, because it may contain only part of a group.
     return dataclasses.replace(whole, **(cast(columns) | {"group": None, "decided": decided}))
 
 
 def _decided(name: str, case: Case, params: Mapping[str, Any]) -> Mapping[str, float]:
-    """Numbers that the loss `name` decides from the case as a whole batch; keys are those of its
-    metrics."""
+    """Return the scalars that the loss `name` decides from the whole batch, by metric name. Raises
+    ValueError for a loss that decides nothing."""
     settings: Any = settings_of("loss", name, params)
     decide = method_of(settings).decide
     if decide is None:
@@ -245,27 +256,29 @@ def _decided(name: str, case: Case, params: Mapping[str, Any]) -> Mapping[str, f
 
 
 def _m2po_cap(case: Case) -> dict[str, float]:
-    # The cap is decided in this mode only.
-    found = _decided("m2po", case, {**case.params, "mode": "cap"})
-    return {"log_ratio_cap": found["objective/log_ratio_cap"]}
+    # M2PO decides a cap only in this mode.
+    decided = _decided("m2po", case, {**case.params, "mode": "cap"})
+    return {"log_ratio_cap": decided["objective/log_ratio_cap"]}
 
 
 def _bapo(case: Case) -> dict[str, float]:
-    found = _decided("bapo", case, case.params)
+    decided = _decided("bapo", case, case.params)
     return {
-        name: found.get(f"objective/{name}", math.nan)
+        name: decided.get(f"objective/{name}", math.nan)
         for name in ("clip_low", "clip_high", "positive_share")
     }
 
 
 def _ess(case: Case) -> dict[str, float]:
     batch = batch_of(case)
+    # A sequence without tokens has no ratio.
     log_weights = batch.sequence_sum(batch.logp - batch.logp_behavior)[batch.lengths() > 0]
     return _of_log_weights(log_weights.numpy(), case.params)
 
 
 def _ess_log_weights(case: Case) -> dict[str, float]:
-    """`shape` only names what the weights look like."""
+    """Return the ESS of the log-weights in `inputs`. The parameter `shape` describes how they were
+    generated and is not a setting."""
     return _of_log_weights(
         case.inputs["log_weights"],
         {key: value for key, value in case.params.items() if key != "shape"},
@@ -274,9 +287,9 @@ def _ess_log_weights(case: Case) -> dict[str, float]:
 
 def _of_log_weights(log_weights: Numbers, params: Mapping[str, Any]) -> dict[str, float]:
     settings = EssLrControl.model_validate(params)
-    # `auto` averages over steps, and a case is one step.
+    # `auto` averages over the steps of a run, but a case is a single step.
     if isinstance(settings.reference_ratio, str):
-        raise ValueError("params.reference_ratio: auto is known only within a run")
+        raise ValueError("params.reference_ratio: auto needs a run; set a number")
     ess = effective_sample_size(log_weights)
     ratio = ess / max(len(log_weights), 1)
     scale = lr_scale(
@@ -295,23 +308,21 @@ SCALARS: Mapping[str, Callable[[Case], dict[str, float]]] = {
 
 @dataclass(frozen=True, eq=False)
 class CaseValues:
-    """values: what came out, under the names that `expect` uses.
-
-    scales: for a sum, the sum of its terms' magnitudes, which determines its rounding.
-    """
+    """Computed numbers of a case. values: by their keys in `expect`. scales: for a sum, the sum of
+    its terms' magnitudes, which bounds its rounding error."""
 
     values: Mapping[str, Numbers]
     scales: Mapping[str, float] = field(default_factory=dict)
 
 
 def run_case(case: Case, dtype: torch.dtype) -> CaseValues | None:
-    """None where the method runs in float64 only. Raises ValueError for what this project does not
-    have."""
+    """Run the case's method in `dtype`. Return None if training runs the method in float64 only and
+    `dtype` is another. Raises ValueError for an unknown kind, method, setting or column."""
     return _known("kind", case.kind, KINDS)(case, dtype)
 
 
 def _padded(values: Tensor, batch: TokenBatch) -> Numbers:
-    """[N] -> [S, T], 0 where the mask is 0."""
+    """Reshape [N] to [S, T], with 0 at mask 0."""
     kept = torch.where(batch.mask > 0, values.detach().double(), 0.0)
     return np.asarray(kept.reshape(batch.sequences, -1).numpy())
 
@@ -323,23 +334,28 @@ def _policy_loss(case: Case, dtype: torch.dtype) -> CaseValues:
     method: LossMethod = method_of(settings)
     whole = batch_of(case)
     if method.decide is not None:
-        # Decisions see the whole batch before any micro-batch, as in a step.
+        # As in a training step, decide from the whole batch before any micro-batch.
         whole = whole.replace(decided=method.decide(whole, settings))
     part = micro_batch(whole, dtype)
-    # A leaf of its own, so that the gradient is that of this loss alone.
+    # `logp` must be a leaf of its own, because other columns may share its tensor.
     part = part.replace(logp=part.logp.clone().requires_grad_())
     losses = method.function(part, settings)
     if isinstance(losses, SequenceLoss) and aggregation not in (None, "seq-mean"):
         raise ValueError(
-            f"params.aggregation is {aggregation}, and {case.name} is one number per sequence:"
+            f"params.aggregation is {aggregation}, but {case.name} has one loss per sequence: set"
             " seq-mean"
         )
-    how = (part, aggregation or settings.default_aggregation, Denominators.of(whole), norm_length)
-    loss = aggregate(losses, *how).sum()
-    (gradient,) = torch.autograd.grad(loss, part.logp, allow_unused=True)
-    magnitude = (
-        aggregate(dataclasses.replace(losses, loss=losses.loss.detach().abs()), *how).abs().sum()
+    settings_of_sum = (
+        part,
+        aggregation or settings.default_aggregation,
+        Denominators.of(whole),
+        norm_length,
     )
+    loss = aggregate(losses, *settings_of_sum).sum()
+    # A loss that does not depend on `logp` has no gradient.
+    (gradient,) = torch.autograd.grad(loss, part.logp, allow_unused=True)
+    magnitudes = dataclasses.replace(losses, loss=losses.loss.detach().abs())
+    magnitude = aggregate(magnitudes, *settings_of_sum).abs().sum()
     values = {
         "loss": np.array(loss.item()),
         "grad_logp": _padded(
@@ -351,18 +367,18 @@ def _policy_loss(case: Case, dtype: torch.dtype) -> CaseValues:
 
 
 def _advantage(case: Case, dtype: torch.dtype) -> CaseValues | None:
-    # Advantages are computed once per batch, always in float64.
+    # Training computes advantages once per batch, always in float64.
     if dtype != torch.float64:
         return None
     settings: Any = settings_of("advantage", case.name, case.params)
     method: AdvantageMethod = method_of(settings)
     whole = batch_of(case)
-    found = method.function(whole, settings)
-    values = {"advantages": _padded(found.tokens, whole)}
-    if found.returns is not None:
-        values["returns"] = _padded(found.returns, whole)
-    if found.baselines is not None:
-        values["baselines"] = np.asarray(found.baselines.double().numpy())
+    result = method.function(whole, settings)
+    values = {"advantages": _padded(result.tokens, whole)}
+    if result.returns is not None:
+        values["returns"] = _padded(result.returns, whole)
+    if result.baselines is not None:
+        values["baselines"] = np.asarray(result.baselines.double().numpy())
     return CaseValues(values)
 
 
@@ -379,7 +395,7 @@ def _correction(case: Case, dtype: torch.dtype) -> CaseValues | None:
 
 
 def _known[F](kind: str, name: str, table: Mapping[str, F]) -> F:
-    """Raises ValueError for a name that the table lacks."""
+    """Return the entry `name` of `table`. Raises ValueError for an unknown name."""
     if name not in table:
         raise ValueError(
             f"unknown {kind} {name!r}; nearest: {nearest(name, [*table]) or 'none'}; known:"

@@ -1,1 +1,1 @@
-"""The catalogue of metrics and their sinks."""
+"""Catalogue of metrics, the log that stores them, and the sinks that display them."""

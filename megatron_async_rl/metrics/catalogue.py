@@ -1,6 +1,6 @@
-"""Every key a run may log, with its unit and meaning. A key that is not here is refused by the log.
+"""Catalogue of the metrics that a run may log, with unit and meaning. The log refuses other keys.
 
-`python -m megatron_async_rl.metrics.catalogue > docs/metrics.md` writes the page users read.
+`python -m megatron_async_rl.metrics.catalogue > docs/metrics.md` writes the page of metrics.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from numbers import Integral, Real
 from typing import Literal
 
 MetricKind = Literal["number", "total", "counts", "doubling counts", "per engine"]
-"""`number`: a float or an integer; `total`: a count that only grows until the process restarts;
-`counts`: a list of integers, one per bin from 0; `doubling counts`: the same, bin i for values from
-2^i up to, and not including, 2^(i + 1); `per engine`: a list of numbers, the first for engine 0."""
+"""Type of a metric's value. `number`: a float or an integer. `total`: a count that never decreases
+until the process restarts. `counts`: a list of integers, one per bin; bin i counts the value i.
+`doubling counts`: a list of integers, one per bin; bin i counts values from 2^i up to, but not
+including, 2^(i + 1). `per engine`: a list of numbers, one per engine, starting with engine 0."""
 
 Value = float | list[int] | list[float]
-"""A number, counts, or a number for each engine."""
+"""Value of a metric: a number, counts per bin, or a number per engine."""
 
 OverSteps = Literal["mean", "sum", "largest", "first", "last"]
-"""Number of a batch from those of its optimizer steps, where objective.minibatches x
-objective.epochs make several."""
+"""Rule that reduces the values of a batch's optimizer steps to one value. A batch has
+objective.minibatches x objective.epochs steps."""
 
 _EXPECTED: Mapping[MetricKind, str] = {
     "number": "a number",
@@ -35,11 +36,13 @@ _EXPECTED: Mapping[MetricKind, str] = {
 
 
 class MetricsError(Exception):
-    """A key, a value or a step that the log cannot take."""
+    """Error for a key, a value or a step that the log refuses."""
 
 
 @dataclass(frozen=True)
 class Metric:
+    """Description of one metric. `steps`: rule for several optimizer steps, except for totals."""
+
     unit: str
     meaning: str
     kind: MetricKind = "number"
@@ -47,19 +50,22 @@ class Metric:
 
     @property
     def over_steps(self) -> OverSteps:
+        """Rule for several optimizer steps of a batch."""
         return "last" if self.kind == "total" else self.steps
 
     def check(self, name: str, value: object) -> Value:
-        """`value` as plain Python. Raises MetricsError, naming the metric, for another kind."""
+        """Return `value` in plain Python types. Raises MetricsError, which names the metric, if the
+        value does not match `kind`."""
         if self.kind in ("number", "total"):
             if isinstance(value, Real):
                 return _plain(value)
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            of = Real if self.kind == "per engine" else Integral
-            if all(isinstance(entry, of) for entry in value):
+            entry_type = Real if self.kind == "per engine" else Integral
+            if all(isinstance(entry, entry_type) for entry in value):
                 return [_plain(entry) for entry in value]
         raise MetricsError(
-            f"metric {name!r} is {_EXPECTED[self.kind]}, got {type(value).__name__}: {value!r}"
+            f"metric {name!r}: expected {_EXPECTED[self.kind]}, got {type(value).__name__}:"
+            f" {value!r}"
         )
 
 
@@ -67,11 +73,11 @@ def _plain(value: Real) -> float:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-MU = "behaviour policy (the engine that sampled)"
+MU = "behaviour policy (the engine that sampled the tokens)"
 
 GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
     "Reward": (
-        "Over the samples of this step whose reward did not fail.",
+        "Statistics of this step's samples whose reward did not fail.",
         {
             "reward/mean": Metric("reward", "Mean reward of a sample."),
             "reward/std": Metric("reward", "Standard deviation over the samples."),
@@ -80,27 +86,27 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "reward/equal_groups": Metric(
                 "share",
-                "Share of the groups of several samples whose samples all have the same reward:"
-                " they give no gradient.",
+                "Share of groups whose samples all have the same reward, which gives no gradient;"
+                " among the groups with several samples.",
             ),
             "reward/part/NAME": Metric(
                 "reward",
                 "Mean of the value NAME: a part of `rollout.reward.parts` before weighting, or a"
                 " number that the environment measured, such as `tool_errors` or"
-                " `unread_tool_calls` (tool calls of the model that vLLM's parser could not read).",
+                " `unread_tool_calls` (the model's tool calls that vLLM's parser could not read).",
             ),
         },
     ),
     "Responses": (
-        "Over the samples of this step.",
+        "Statistics of this step's samples.",
         {
             "response/length_mean": Metric("tokens", "Mean response length."),
             "response/length_max": Metric("tokens", "Longest response."),
             "response/truncated": Metric(
-                "share", "Share of the responses cut at `rollout.sampling.max_tokens`."
+                "share", "Share of responses truncated at `rollout.sampling.max_tokens`."
             ),
             "response/mixed_versions": Metric(
-                "share", "Share of the responses sampled by more than one weight version."
+                "share", "Share of responses sampled by more than one weight version."
             ),
             "response/turns_mean": Metric(
                 "turns",
@@ -113,54 +119,57 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "response/environment_share": Metric(
                 "share",
-                "Share of the response tokens that are not trained on, such as an environment's, if"
-                " samples have several turns.",
+                "Share of response tokens that are not trained on, such as an environment's tokens,"
+                " if samples have several turns.",
             ),
         },
     ),
     "Policy": (
         (
-            "The optimizer step. Where a batch makes several (`objective.minibatches`,"
-            " `objective.epochs`), a number of this page is their mean, unless it is given with"
-            " its own rule."
+            "Quantities of the optimizer step. If a batch has several steps"
+            " (`objective.minibatches`, `objective.epochs`), each value on this page is the mean"
+            " over the steps, unless its row states another rule."
         ),
         {
-            "policy/loss": Metric("loss", "The minimised objective, over the whole batch."),
+            "policy/loss": Metric("loss", "The minimised loss of the whole batch."),
             "policy/grad_norm": Metric(
                 "L2 norm",
                 "Gradient norm over the whole model, after the controls and before clipping.",
             ),
             "policy/grad_anomaly": Metric(
                 "factor",
-                "Gradient norm before the controls over the median of the last 50 steps; present"
-                " only if it is above 20 and the norm is above clip_grad. `anomalies.jsonl` has the"
-                " causes.",
+                "Gradient norm before the controls, divided by its median over the last 50 steps."
+                " Present only if this ratio is above 20 and the norm is above clip_grad."
+                " `anomalies.jsonl` lists the causes.",
                 steps="largest",
             ),
             "policy/lr": Metric("per step", "Learning rate of the scheduler."),
             "policy/lr_scale": Metric(
                 "factor",
-                "Factor of the gradient controls on the learning rate of this step.",
+                "Factor that the gradient controls apply to this step's learning rate.",
             ),
-            "policy/beta1": Metric("factor", "Decay of Adam's first moment in this step."),
+            "policy/beta1": Metric("factor", "Decay rate of Adam's first moment in this step."),
             "policy/micro_batches": Metric(
                 "micro-batches", "Number of micro-batches of one data-parallel rank.", steps="sum"
             ),
-            "policy/padding_share": Metric("share", "Share of padding among all computed tokens."),
+            "policy/padding_share": Metric(
+                "share", "Share of padding tokens among all computed tokens."
+            ),
             "policy/rerouted": Metric(
                 "share",
-                "Share of the replayed choices of experts, one per token and layer, that the router"
-                " would have made differently (with policy.routing_replay).",
+                "Share of the replayed expert choices (one per token and layer) that the policy's"
+                " router would have made differently (with policy.routing_replay).",
             ),
             "policy/skipped": Metric(
                 "0 or 1",
-                "1: no optimizer step was taken (a control skipped it, the gradient was not finite,"
-                " or the batch was empty). Over several steps: the share of skipped ones.",
+                "1: the optimizer step was skipped (by a control, because the gradient was not"
+                " finite, or because the batch was empty). Over several steps: the share of skipped"
+                " steps.",
             ),
             "policy/nonfinite": Metric(
                 "steps",
-                "Number of steps skipped so far because the loss or the gradient was not finite;"
-                " policy.max_nonfinite_steps of them in a row end the run.",
+                "Number of steps skipped so far because the loss or the gradient was not finite."
+                " After policy.max_nonfinite_steps consecutive ones the run fails.",
                 "total",
             ),
             "policy/entropy": Metric(
@@ -170,26 +179,29 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         },
     ),
     "Ratios": (
-        f"Comparisons of the trained policy before this step with the {MU}, on trained tokens.",
+        f"Comparison of the trained policy before this step with the {MU}, on trained tokens.",
         {
             "ratio/ess": Metric(
                 "samples", "Effective sample size (Σw)²/Σw² of the untruncated sequence weights."
             ),
             "ratio/ess_ratio": Metric(
-                "share", "`ratio/ess` over the number of samples: 1 is on-policy."
+                "share", "`ratio/ess` divided by the number of samples; 1 is on-policy."
             ),
             "ratio/kl_k1": Metric(
                 "nats per token",
                 "k1 estimate of the KL divergence from behaviour to policy: mean of -log w.",
             ),
             "ratio/kl_k2": Metric(
-                "nats per token", "k2 estimate of the same: mean of (log w)^2 / 2, never negative."
+                "nats per token",
+                "k2 estimate of the same divergence: mean of (log w)^2 / 2, never negative.",
             ),
             "ratio/kl_k3": Metric(
-                "nats per token", "k3 estimate of the same: mean of w - 1 - log w, never negative."
+                "nats per token",
+                "k3 estimate of the same divergence: mean of w - 1 - log w, never negative.",
             ),
             "ratio/kl_reference": Metric(
-                "nats per token", "k3 estimate of the divergence from the policy to the reference."
+                "nats per token",
+                "k3 estimate of the KL divergence from the policy to the reference.",
             ),
             "ratio/chi2": Metric("per token", "Chi-squared divergence: mean of w² - 1."),
             "ratio/logp_diff_mean": Metric("nats", "Mean |logp - logp_behavior| over tokens."),
@@ -198,21 +210,21 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "ratio/logp_diff_lag0_max": Metric(
                 "nats",
-                "The same over responses sampled entirely by the trained version, where it should"
-                " be rounding only. Absent without such responses.",
+                "Largest |logp - logp_behavior| of a token in responses sampled entirely by the"
+                " trained version; only rounding is expected. Absent without such responses.",
                 steps="first",
             ),
             "ratio/prox_diff_max": Metric(
                 "nats",
                 "Largest |logp_prox - logp_behavior| of a token, with `proximal: ewma` or"
-                " `snapshot`. With `snapshot` and `rollout.in_flight: recompute` it should be"
-                " rounding only.",
+                " `snapshot`. With `snapshot` and `rollout.in_flight: recompute`, only rounding is"
+                " expected.",
             ),
         },
     ),
     "Loss terms": (
         (
-            "Terms added to the objective's loss, each with its factor; all are part of"
+            "Terms added to the objective's loss, multiplied by their factors. All are part of"
             " `policy/loss`."
         ),
         {
@@ -228,14 +240,18 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
     ),
     "Clipping": (
         (
-            "Share of trained tokens whose ratio the loss clipped, by the sign of the advantage;"
-            " absent without tokens of that sign."
+            "Share of trained tokens whose ratio the loss clipped, by the sign of the advantage."
+            " Absent if no token has that sign."
         ),
         {
-            "clip/positive": Metric("share", "Share among the tokens with a positive advantage."),
-            "clip/negative": Metric("share", "Share among the tokens with a negative advantage."),
+            "clip/positive": Metric(
+                "share", "Share of clipped tokens among those with a positive advantage."
+            ),
+            "clip/negative": Metric(
+                "share", "Share of clipped tokens among those with a negative advantage."
+            ),
             "clip/rejected": Metric(
-                "share", "Share of all trained tokens that corrections rejected."
+                "share", "Share of trained tokens that the corrections rejected."
             ),
             "clip/weight_mean": Metric(
                 "factor", "Mean weight of a trained token after all corrections."
@@ -243,14 +259,16 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         },
     ),
     "Objective decisions": (
-        ("Decisions of a loss from the whole batch before the step, present for the named losses."),
+        "Quantities that a loss computes from the whole batch before the step. Each is present with"
+        " the losses that it names.",
         {
             "objective/second_moment": Metric(
-                "nats²", "`m2po`: mean (log w)² over the candidate tokens, before any is cut."
+                "nats²",
+                "`m2po`: mean (log w)² over the candidate tokens, before masking or clipping.",
             ),
             "objective/log_ratio_cap": Metric(
                 "nats",
-                "`m2po`, mode cap: bound at which |log w| is clipped; the largest |log w| if no"
+                "`m2po`, mode cap: bound to which |log w| is clipped; the largest |log w| if no"
                 " clipping is needed.",
             ),
             "objective/clip_low": Metric("ratio", "`bapo`: lower bound of the ratio in this step."),
@@ -274,39 +292,43 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "opob/baseline": Metric("reward", "Mean over samples of their group's baseline."),
             "opob/shift": Metric(
                 "reward",
-                "Mean over samples of |b - mean reward of the group|: the effect of the measured"
-                " weights.",
+                "Mean over samples of |b - mean reward of the group|, where b is the baseline: the"
+                " effect of the measured weights.",
             ),
         },
     ),
     "Gradient alignment control": (
-        "Present when `controls` has `gac`, or `matched_norm`, which reports what gac would do.",
+        "Present if `controls` has `gac`, or `matched_norm`, which reports the decisions that gac"
+        " would make.",
         {
             "gac/cosine": Metric(
                 "cosine",
                 "Cosine between this step's gradient and the previous one, over the whole model.",
             ),
             "gac/regime": Metric(
-                "code", "Decision: 0 kept, 1 projected, 2 skipped.", steps="largest"
+                "code",
+                "Decision about the step: 0 kept, 1 projected, 2 skipped.",
+                steps="largest",
             ),
             "gac/skips": Metric("steps", "Number of steps skipped so far in the run.", "total"),
             "gac/removed": Metric(
                 "share",
-                "Length of the part that projection removed, over the gradient's own length: |g -"
-                " g'| / |g|.",
+                "Length of the component that the projection removed, relative to the gradient:"
+                " |g - g'| / |g|.",
             ),
             "gac/c_low": Metric(
-                "cosine", "Threshold in force; absent until calibrated.", steps="last"
+                "cosine", "Current threshold; absent until calibrated.", steps="last"
             ),
             "gac/calibrated": Metric(
                 "0 or 1",
-                "1: the threshold comes from the run's own fresh data (with `calibrate` only).",
+                "1: the threshold was calibrated on the run's own fresh data (with `calibrate`"
+                " only).",
                 steps="last",
             ),
             "gac/to_zero": Metric(
                 "0 or 1",
-                "1: the gradient was parallel to its predecessor within rounding, so that the"
-                " aligned component was removed whatever the `target`.",
+                "1: the gradient was parallel to the previous one within rounding, so the"
+                " projection removed the whole aligned component, regardless of `target`.",
             ),
             "gac/kept": Metric("steps", "Number of steps kept so far in the run.", "total"),
             "gac/projected": Metric(
@@ -325,25 +347,28 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
     ),
     "Other controls": (
         (
-            "Each is present if `controls` has the control in its name. `update/norm` is present"
-            " with `matched_lr` and with `policy.optimizer.log_update_norm`."
+            "Each is present if `controls` has the control that its key names. `update/norm` is"
+            " present with `matched_lr` and with `policy.optimizer.log_update_norm`."
         ),
         {
             "update/norm": Metric(
                 "L2 norm",
-                "Length of the optimizer's update, without weight decay; 0 without a step.",
+                "Norm of the optimizer's update, without weight decay; 0 if the step was skipped.",
             ),
             "matched_norm/scale": Metric(
                 "factor",
-                "Factor on the clipped gradient: |g'| / |g| of the projection that gac would make.",
+                "Factor applied to the clipped gradient: |g'| / |g| of the projection that gac"
+                " would make.",
             ),
             "matched_lr/scale": Metric(
                 "factor",
-                "Factor on the learning rate that makes the mean update as long as the target.",
+                "Factor applied to the learning rate so that the mean norm of the update matches"
+                " the target.",
             ),
             "momentum/cosine": Metric(
                 "cosine",
-                "Cosine between the gradient and Adam's first moment, or the negative last update.",
+                "Cosine between the gradient and Adam's first moment, or between the gradient and"
+                " the negative last update.",
             ),
             "displacement/cosine": Metric(
                 "cosine",
@@ -352,28 +377,30 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "displacement/removed": Metric(
                 "share",
-                "Length of the part removed from the update, over the update's own length: |u - u'|"
-                " / |u|.",
+                "Length of the component removed from the update, relative to the update:"
+                " |u - u'| / |u|.",
             ),
             "ess_lr/scale": Metric(
-                "factor", "Factor on the learning rate from the effective sample size."
+                "factor",
+                "Factor applied to the learning rate, computed from the effective sample size.",
             ),
             "ess_lr/ess_ratio": Metric(
                 "share",
-                "Effective sample size of the control's weights over the number of samples.",
+                "Effective sample size of the control's weights, divided by the number of samples.",
             ),
             "ess_lr/reference_ratio": Metric(
-                "share", "`ess_lr/ess_ratio` at which the learning rate is not reduced."
+                "share",
+                "Value of `ess_lr/ess_ratio` at and above which the learning rate is not reduced.",
             ),
         },
     ),
     "Lag": (
-        "Weight version trained minus weight version that sampled.",
+        "Trained weight version minus the weight version that sampled the token.",
         {
             "lag/start_mean": Metric("versions", "Mean lag of the samples' first tokens."),
             "lag/start_max": Metric(
                 "versions",
-                "Largest lag of the samples' first tokens, which the staleness law bounds.",
+                "Largest lag of the samples' first tokens. The staleness law bounds this value.",
             ),
             "lag/mean": Metric("versions", "Mean lag of the response tokens."),
             "lag/max": Metric("versions", "Largest lag of the response tokens."),
@@ -383,9 +410,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "staleness/drift": Metric(
                 "L2 norm",
                 "S·η·G of the planning rule (arXiv 2607.01083): `lag/start_max` times"
-                " `update/norm`, which is η·G, times the optimizer steps of a batch. It bounds the"
-                " distance of the policy from the oldest sample's, if every update had been as long"
-                " as this one.",
+                " `update/norm`, which is η·G, times the number of optimizer steps of a batch. If"
+                " every update had this norm, the policy would be at most this far from the policy"
+                " that sampled the oldest sample.",
             ),
         },
     ),
@@ -394,38 +421,43 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         {
             "tokens/generated": Metric(
                 "tokens",
-                "Response tokens that the training engines sampled for training since the last"
-                " step, as far as reported; tokens of aborted responses count, an environment's do"
-                " not.",
+                "Number of response tokens that the training engines sampled for training since the"
+                " last step, according to their reports. Includes tokens of aborted responses, but"
+                " not an environment's tokens.",
             ),
-            "tokens/trained": Metric("tokens", "Response tokens with loss in this step."),
-            "tokens/prompt": Metric("tokens", "Prompt tokens of this step's samples."),
+            "tokens/trained": Metric(
+                "tokens", "Number of response tokens with a loss in this step."
+            ),
+            "tokens/prompt": Metric("tokens", "Number of prompt tokens of this step's samples."),
         },
     ),
     "Time": (
-        "Seconds on rank 0.",
+        "Durations, measured on rank 0.",
         {
-            "time/wait_batch_s": Metric("s", "Wait for the batch."),
+            "time/wait_batch_s": Metric("s", "Time spent waiting for the batch."),
             "time/train_s": Metric("s", "Forward, backward and optimizer steps."),
             "time/precompute_s": Metric(
                 "s",
-                "Part of `time/train_s`: log-probs and other numbers of the whole batch, if"
-                " needed.",
+                "Part of `time/train_s`: computation of log-probs and other quantities of the whole"
+                " batch before the step, if the objective needs them.",
                 steps="sum",
             ),
             "time/forward_backward_s": Metric(
-                "s", "Part of `time/train_s`: the micro-batches, gradients reduced.", steps="sum"
+                "s",
+                "Part of `time/train_s`: forward and backward passes, with the reduction of"
+                " gradients.",
+                steps="sum",
             ),
             "time/optimizer_s": Metric(
                 "s", "Part of `time/train_s`: controls, clipping and the optimizer.", steps="sum"
             ),
             "time/publish_s": Metric(
                 "s",
-                "Publication of the new weights: waiting for their place, digests, copies; with"
+                "Publication of the new weights: waiting for space, digests and copies; with"
                 " `weights.transport: cuda_ipc`, until the engines have loaded them.",
             ),
             "time/sleep_s": Metric(
-                "s", "Colocated: wait until every engine sleeps and has released its memory."
+                "s", "Colocated: time until every engine sleeps and has released its memory."
             ),
             "time/make_room_s": Metric(
                 "s",
@@ -434,50 +466,53 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "time/step_s": Metric(
                 "s",
-                "The whole step from the request for the batch, without evaluation and checkpoint.",
+                "Whole step from the request for the batch, without evaluation and checkpoint.",
             ),
         },
     ),
     "Weights": (
         (
-            "The newest version that an engine had loaded when the batch was taken. Engines load"
-            " while the batch before trains, so a version may be in two lines."
+            "Transfer of the newest version that an engine had loaded when rank 0 received the"
+            " batch. Engines load while the previous batch trains, so two lines may report the same"
+            " version."
         ),
         {
             "weights/publish_s": Metric(
-                "s", "Time from the first bucket to the last engine's answer."
+                "s", "Time from the first bucket to the last engine's confirmation."
             ),
-            "weights/publish_bytes": Metric("bytes", "Bytes sent to each engine."),
-            "weights/pause_s": Metric("s", "Longest pause of an engine."),
+            "weights/publish_bytes": Metric("bytes", "Number of bytes sent to each engine."),
+            "weights/pause_s": Metric("s", "Longest pause of an engine for this version."),
             "weights/relay_s": Metric(
                 "s",
-                "Time until the newest version was complete and verified on another machine, or in"
-                " an engine's own memory, for the slowest of them (with `weights.transport: relay`"
-                " or `collective`).",
+                "Time until the slowest receiver had the complete, verified version (with"
+                " `weights.transport: relay` or `collective`). A receiver is another machine, or"
+                " the memory of an engine.",
             ),
             "weights/relay_bytes": Metric(
-                "bytes", "Bytes that all of them received for it, repeated transfers included."
+                "bytes",
+                "Number of bytes that all receivers got for this version, including repeated"
+                " transfers.",
             ),
         },
     ),
     "Evaluation": (
         (
-            "Results of the last held-out evaluation that ended since the last step, if any did."
-            " TensorBoard shows each at the evaluated version. `RUN/eval.jsonl` has every"
-            " evaluation, prompt by prompt if prompts were sampled."
+            "Results of the last held-out evaluation that ended since the last step, if any."
+            " TensorBoard shows each result at the evaluated version. `RUN/eval.jsonl` contains"
+            " every evaluation, with the result of each prompt if responses were sampled."
         ),
         {
             "eval/mean": Metric("reward", "Mean over prompts of their responses' mean reward."),
             "eval/loss": Metric(
                 "nats per token",
-                "-log p of the held-out responses (with `loss: sft`) over the tokens that would be"
-                " trained on, each row by its weight; on the training data it would be"
-                " `policy/loss` with `aggregation: token-mean`.",
+                "Mean -log p of the held-out responses (with `loss: sft`) over the tokens that"
+                " would be trained on, weighted by row. On the training data, this is `policy/loss`"
+                " with `aggregation: token-mean`.",
             ),
             "eval/pass@k": Metric(
                 "share",
-                "Share of the prompts for which at least one of k responses passes (unbiased"
-                " estimate); one key for each k of `eval.pass_at`, such as `eval/pass@4`.",
+                "Share of prompts for which at least one of k responses passes (unbiased estimate)."
+                " One key for each k of `eval.pass_at`, such as `eval/pass@4`.",
             ),
             "eval/part/NAME": Metric(
                 "reward",
@@ -485,8 +520,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "eval/SET/mean": Metric(
                 "reward",
-                "`eval/mean` of the set SET, with `eval.sets`. Keys without a set are the first"
-                " set's.",
+                "`eval/mean` of the set SET, with `eval.sets`. Keys without a set name are for the"
+                " first set.",
             ),
             "eval/SET/loss": Metric("nats per token", "`eval/loss` of the set SET."),
             "eval/SET/pass@k": Metric("share", "`eval/pass@k` of the set SET."),
@@ -494,91 +529,92 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "eval/SET/truncated": Metric("share", "`eval/truncated` of the set SET."),
             "eval/version": Metric("version", "Version of the evaluated weights."),
             "eval/truncated": Metric(
-                "share", "Share of the responses cut at `rollout.sampling.max_tokens`."
+                "share", "Share of responses truncated at `rollout.sampling.max_tokens`."
             ),
             "eval/seconds": Metric(
                 "s",
-                "Time from the first request to the last response, or of the loss over all held-out"
-                " responses.",
+                "Time from the first request to the last response, or time to compute the loss of"
+                " all held-out responses.",
             ),
         },
     ),
     "Flow": (
-        "State at the end of the step.",
+        "State at the end of the step. Totals count from the start or resume of the run.",
         {
             "flow/in_flight": Metric(
-                "responses", "Responses given to an engine and not yet finished."
+                "responses", "Unfinished responses that were sent to an engine."
             ),
             "flow/waiting": Metric(
-                "responses", "Responses admitted and not yet given to an engine."
+                "responses", "Admitted responses that were not yet sent to an engine."
             ),
-            "flow/buffer": Metric("groups", "Complete groups that wait to be trained on."),
+            "flow/buffer": Metric("groups", "Complete groups that have not been trained on yet."),
             "flow/admitted": Metric(
                 "groups",
-                "Groups admitted since the run was started or resumed; groups that a resume"
-                " restored count.",
+                "Groups admitted, including groups that a resume restored.",
                 "total",
             ),
-            "flow/consumed": Metric("groups", "Groups trained on since then.", "total"),
+            "flow/consumed": Metric("groups", "Groups trained on.", "total"),
             "flow/dropped_equal": Metric(
-                "groups", "Groups dropped by `flow.dynamic_sampling` since then.", "total"
+                "groups", "Groups dropped by `flow.dynamic_sampling`.", "total"
             ),
-            "flow/dropped_late": Metric(
-                "groups", "Groups dropped by `flow.late: drop` since then.", "total"
-            ),
+            "flow/dropped_late": Metric("groups", "Groups dropped by `flow.late: drop`.", "total"),
             "flow/dropped_failed": Metric(
                 "groups",
-                "Groups dropped since then because one of their requests ended engines, the last"
-                " time as the only request.",
+                "Groups dropped because one of their requests crashed engines repeatedly, the last"
+                " time as the only request on its engine.",
                 "total",
             ),
             "flow/aborted": Metric(
                 "responses",
-                "Responses stopped since then on an engine that left, and continued on another.",
+                "Responses aborted on an engine that left, and continued on another engine.",
                 "total",
             ),
             "flow/replayed": Metric(
-                "responses", "Responses trained on since then from the store of `replay`.", "total"
+                "responses", "Responses from the `replay` store that were trained on.", "total"
             ),
         },
     ),
     "Engines": (
         (
-            "State when the batch was taken, or statistics of the time since the previous batch was"
-            " taken, according to the engines' reports, which come at least every second. Lists"
+            "State when rank 0 received the batch, or statistics since it received the previous"
+            " batch. The source is the engines' reports, which arrive at least once a second. Lists"
             " have one number per engine, starting with engine 0."
         ),
         {
             "engine/busy_share": Metric(
                 "share",
                 "Share of the time in which an engine sampled (at least one response, not paused),"
-                " mean over the engines.",
+                " averaged over the engines.",
             ),
-            "engine/busy_shares": Metric("share", "The same for each engine.", "per engine"),
+            "engine/busy_shares": Metric(
+                "share", "`engine/busy_share` of each engine.", "per engine"
+            ),
             "engine/tokens": Metric(
                 "tokens",
-                "Response tokens that each engine sampled, for training and evaluation.",
+                "Number of response tokens that each engine sampled, for training and evaluation.",
                 "per engine",
             ),
             "engine/in_flight": Metric(
-                "responses", "Responses given to each engine and not yet finished.", "per engine"
+                "responses", "Number of unfinished responses on each engine.", "per engine"
             ),
             "engine/versions": Metric(
                 "version",
-                "Version of the weights that each engine samples with; -1 for an engine that is"
-                " gone.",
+                "Weight version that each engine samples with; -1 for an engine that is gone.",
                 "per engine",
             ),
-            "engine/alive": Metric("engines", "Number of engines that take responses."),
+            "engine/alive": Metric("engines", "Number of engines that accept requests."),
             "engine/restarts": Metric(
-                "restarts", "Restarts of all engines since the run was started or resumed.", "total"
+                "restarts",
+                "Number of engine restarts since the start or resume of the run.",
+                "total",
             ),
         },
     ),
     "Dropped against trained": (
         (
             "Comparison of this step's samples with the finished responses of groups dropped since"
-            " the last step, if any: a rule that drops late groups drops long responses."
+            " the last step, if any. It shows, for example, that dropping late groups drops mainly"
+            " long responses."
         ),
         {
             "trained/length_histogram": Metric(
@@ -587,7 +623,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "doubling counts",
             ),
             "dropped/length_histogram": Metric(
-                "responses", "Dropped responses in the same bins.", "doubling counts"
+                "responses", "Dropped responses by length, with the same bins.", "doubling counts"
             ),
             "dropped/responses": Metric("responses", "Number of dropped responses."),
             "dropped/length_mean": Metric("tokens", "Mean length of the dropped responses."),
@@ -604,8 +640,9 @@ METRICS: Mapping[str, Metric] = {
 
 
 def find_metric(name: str) -> Metric | None:
-    """The entry of `name`, a number after `@` standing for k, the name of a held-out set for SET
-    and that of a part of the reward for NAME; None if there is none."""
+    """Return the metric of the key `name`; None for an unknown key. In a key, a number replaces the
+    k of `@k`, the name of a held-out set replaces SET, and the name of a reward part replaces
+    NAME."""
     name = re.sub(r"@[1-9]\d*$", "@k", name)
     named = re.sub(r"(^reward/|^eval/|^eval/[^/]+/)part/[^/]+$", r"\1part/NAME", name)
     named = re.sub(r"^eval/(?!part/)[^/]+/", "eval/SET/", named)
@@ -614,41 +651,41 @@ def find_metric(name: str) -> Metric | None:
 
 HEADER = """# Metrics
 
-`RUN/metrics.jsonl` has one JSON object per batch, which is one optimizer step unless
-`objective.minibatches` or `objective.epochs` makes it several. TensorBoard shows the same keys
-(`RUN/tensorboard`), and `mar report RUN` draws the main ones. With `observe.prometheus_port`
-Prometheus can scrape the newest line: `lag/start_max` is the gauge `mar_lag_start_max`, a list has
-a label, `engine` or `bin`, and what is counted so far in the run, such as `flow/consumed`, is the
-counter `mar_flow_consumed_total`. The newest `eval/*` stay until the next evaluation. This page is
-written by `python -m megatron_async_rl.metrics.catalogue > docs/metrics.md`.
+`RUN/metrics.jsonl` has one JSON object per batch. A batch is one optimizer step, or several with
+`objective.minibatches` or `objective.epochs`. TensorBoard shows the same keys (`RUN/tensorboard`),
+and `mar report RUN` plots the main ones. With `observe.prometheus_port`, Prometheus can scrape the
+newest line: `lag/start_max` is the gauge `mar_lag_start_max`, a list is a gauge with a label
+(`engine` or `bin`), and a total, such as `flow/consumed`, is a counter (`mar_flow_consumed_total`).
+Prometheus serves the newest `eval/*` until the next evaluation.
+`python -m megatron_async_rl.metrics.catalogue > docs/metrics.md` writes this page.
 
 Every line has:
 
 | key | unit | meaning |
 | --- | --- | --- |
-| `step` | steps | Batches trained on, this one included: the first line has 1. |
-| `version` | | Weight version this step produced; it trained on the one before. |
-| `time` | Unix seconds | Time of writing: after the step and an evaluation it waited for. |
+| `step` | steps | Number of batches trained on, including this one; 1 in the first line. |
+| `version` | | Weight version that this step produced, from the previous version. |
+| `time` | Unix seconds | Time of writing, after the step and any evaluation that it waited for. |
 
-A key that does not apply to a step (no reward in a supervised run, no cosine on the first step) is
-absent from its line. A value that is not finite is written as the string `"nan"`, `"inf"` or
-`"-inf"`, so that every line is valid JSON. A run never has two lines for one step: a resume moves
-the lines after its checkpoint to `RUN/metrics.cut.jsonl`.
+A line omits the keys that do not apply to its step (the reward in a supervised run, the cosine in
+the first step). A value that is not finite is the string `"nan"`, `"inf"` or `"-inf"`, because JSON
+has no such numbers. A run never has two lines for one step: a resume moves the lines after its
+checkpoint to `RUN/metrics.cut.jsonl`.
 """
 
 
 def _several(key: Metric) -> str:
-    """A metric's own rule for several optimizer steps, as a sentence."""
+    """Return a sentence with a metric's rule for several optimizer steps; empty for the mean."""
     return {
-        "sum": " Over several steps: their sum.",
-        "largest": " Over several steps: the largest.",
-        "first": " Over several steps: the first one's.",
-        "last": " Over several steps: the last one's.",
+        "sum": " Over several steps: the sum.",
+        "largest": " Over several steps: the largest value.",
+        "first": " Over several steps: the first value.",
+        "last": " Over several steps: the last value.",
     }.get(key.steps, "")
 
 
 def page() -> str:
-    """docs/metrics.md."""
+    """Return the content of docs/metrics.md."""
     parts = [HEADER]
     for title, (about, keys) in GROUPS.items():
         parts.append(f"## {title}\n")

@@ -1,9 +1,10 @@
-"""Files of JSON lines: read while they grow, read from the end, and cut.
+"""Files of JSON lines: reading while they grow, reading from the end, and cutting the end.
 
 Invariants:
-- a reader reads a line once, only when it is whole, and in blocks: no reader holds the lines of a
-  long run. When the file is replaced or cut (by a resume), reading starts over and reports it;
-- what is cut off the end of a file is kept in another one.
+- a reader returns each line once, when it is complete, and in blocks, so that it never holds all
+  lines of a long run. If the file is replaced or cut (by a resume), the reader starts from the
+  beginning and reports the restart;
+- lines that are cut off the end of a file are appended to another file.
 """
 
 from __future__ import annotations
@@ -19,41 +20,42 @@ from megatron_async_rl.config.problem import UserError
 
 BLOCK_BYTES = 2**22
 LONGEST_LINE = 2**26
-"""Largest line in bytes, above the size of any evaluation."""
+"""Limit for a line in bytes, above the size of any evaluation."""
 CHECKED_BYTES = 4096
+"""Number of bytes before the current position that a reader compares to detect another file."""
 
 
-def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
-    """Move the end of a file of JSON objects, all lines after the last that `keeps` accepts, to the
-    end of `aside`; return their number.
+def cut_lines(path: Path, cut_file: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
+    """Move lines of a file of JSON objects to the end of `cut_file`: all lines after the last line
+    that `keeps` accepts. Return the number of moved lines.
 
-    A crash in between loses no line; it may leave lines in both files.
+    A crash loses no line, but may leave lines in both files.
     """
     if not path.exists():
         return 0
     with open(path, "r+b") as file:
         size = end = file.seek(0, os.SEEK_END)
-        whole = True
+        complete = True
         for start, line in lines_backwards(file):
-            # The last line to keep: everything after it goes.
+            # This is the last line to keep; all lines after it are moved.
             if is_kept(line, keeps):
-                whole = line.endswith(b"\n")
+                complete = line.endswith(b"\n")
                 break
             end = start
         count = 0
         if end < size:
             file.seek(end)
-            # Copied and synced before the original is shortened, so that a crash loses nothing.
-            with open(aside, "a", encoding="utf-8") as cut:
+            # Copy and sync before shortening the original, so that a crash loses no line.
+            with open(cut_file, "a", encoding="utf-8") as cut:
                 for line in file:
                     cut.write(_as_object(line) + "\n")
                     count += 1
                 cut.flush()
                 os.fsync(cut.fileno())
-            # Only now: until here, the original has all of its lines.
+            # The moved lines are on disk, so the original may be shortened.
             file.truncate(end)
-        # The next line would continue a half-written one.
-        if not whole:
+        # End the last line, or the next one would be appended to it.
+        if not complete:
             file.seek(end)
             file.write(b"\n")
         file.flush()
@@ -62,26 +64,27 @@ def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) 
 
 
 def is_kept(line: bytes, keeps: Callable[[dict[str, Any]], bool]) -> bool:
+    """Return `keeps` of the line's JSON object; False for a damaged line."""
     try:
-        # A damaged line is not kept: the last good line before it decides where the file is cut.
         return keeps(json.loads(line))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False
 
 
 def _as_object(line: bytes) -> str:
+    """Return a line as a JSON object. A damaged line is wrapped in one, so that the file of cut
+    lines stays a file of JSON objects."""
     text = line.rstrip(b"\r\n").decode("utf-8", errors="replace")
     try:
-        # The other file stays readable as JSON lines, so a damaged line is wrapped.
-        whole = isinstance(json.loads(text), dict)
+        is_object = isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
-        whole = False
-    return text if whole else json.dumps({"unreadable": text})
+        is_object = False
+    return text if is_object else json.dumps({"unreadable": text})
 
 
 def lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, line) of each line of a file, from the last to the first."""
-    # `tail`: the beginning of a line whose end is in the block before it.
+    # `tail` is the part of a line in the blocks read so far; its beginning is in an earlier block.
     start, tail = file.seek(0, os.SEEK_END), b""
     while start > 0:
         step = min(BLOCK_BYTES, start)
@@ -97,9 +100,10 @@ def lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 class GrowingFile:
-    """A file of lines that another process appends to; each is read once, when it is whole.
+    """Reader of a file to which another process appends. Each line is returned once, when it is
+    complete.
 
-    `newest`: begin this many bytes before the end, for a file whose older lines are not needed.
+    `newest`: number of bytes before the end at which reading begins; None reads the whole file.
     """
 
     def __init__(self, path: Path, newest: int | None = None) -> None:
@@ -107,44 +111,48 @@ class GrowingFile:
         self.line = 0
         """Number of lines read so far."""
         self.whole = True
-        """Reading began with the first line."""
+        """True if reading began with the first line, so that line numbers are known."""
         self._newest = newest
         self._inode = -1
         self._offset = 0
         self._last = b""
-        """The last bytes before `_offset`: others there show that the file was cut and grew
+        """Last bytes before `_offset`. If the file has other bytes there, it was cut and has grown
         again."""
 
     def new_lines(self, limit: int | None = None) -> tuple[list[bytes], bool]:
         """Return the lines since the last call, and True if the file was replaced or cut, so that
-        the lines of earlier calls no longer hold. Without a file there are no lines. `limit`: about
-        this many bytes now, and the rest with the next calls. Raises UserError for a file that
-        cannot be read and, with a limit, for a line of more than LONGEST_LINE bytes."""
+        the lines of earlier calls are no longer valid. A missing file has no lines. `limit`:
+        approximate number of bytes to read; later calls return the rest.
+
+        Raises UserError for a file that cannot be read and, with a limit, for a line of more than
+        LONGEST_LINE bytes.
+        """
         try:
             with open(self.path, "rb") as file:
-                about = os.fstat(file.fileno())
-                shorter = about.st_size < self._offset
-                # A resume may replace the file with a longer one; size alone would not show it.
-                other = about.st_ino != self._inode
+                status = os.fstat(file.fileno())
+                shorter = status.st_size < self._offset
+                # Compare inodes, too: a resume may replace the file with a longer one.
+                other = status.st_ino != self._inode
                 replaced = other or shorter or not self._is_continued(file)
                 restarted = replaced and self._offset > 0
                 if replaced:
-                    self._inode, self._offset, self.line = about.st_ino, 0, 0
+                    self._inode, self._offset, self.line = status.st_ino, 0, 0
                     self._last = b""
-                    self.whole = self._newest is None or about.st_size <= self._newest
+                    self.whole = self._newest is None or status.st_size <= self._newest
                     if not self.whole:
-                        file.seek(about.st_size - (self._newest or 0))
-                        # The seek usually ends inside a line, whose rest is not a line.
+                        file.seek(status.st_size - (self._newest or 0))
+                        # The seek usually ends inside a line; skip the rest of that line.
                         file.readline()
                         self._offset = file.tell()
                 file.seek(self._offset)
                 read = file.read(-1 if limit is None else limit)
-                # A line may be longer than a block.
+                # A line may be longer than a block, so read on until its end.
                 while limit is not None and b"\n" not in read and (more := file.read(limit)):
                     read += more
-                    # A damaged file without line breaks must not be read into memory whole.
-                    if len(read) > LONGEST_LINE:  # such as zeros of a crash
-                        what = f"holds a line of over {LONGEST_LINE >> 20} MiB"
+                    # A damaged file without line breaks (a crash may leave zeros) must not be read
+                    # into memory as a whole.
+                    if len(read) > LONGEST_LINE:
+                        what = f"it has a line of more than {LONGEST_LINE >> 20} MiB"
                         raise not_a_line(self.where(self.line + 1), "a file of lines", what)
         except FileNotFoundError:
             restarted, self._offset, self._last = self._offset > 0, 0, b""
@@ -152,19 +160,19 @@ class GrowingFile:
         except OSError as error:
             raise unreadable(self.path, error) from error
 
-        # What follows the last line break is still being written.
-        whole = read[: read.rfind(b"\n") + 1]
-        if whole:
-            self._offset += len(whole)
-            self._last = whole[-CHECKED_BYTES:]
-        lines = whole.splitlines()
+        # The text after the last line break is still being written; a later call returns it.
+        complete = read[: read.rfind(b"\n") + 1]
+        if complete:
+            self._offset += len(complete)
+            self._last = complete[-CHECKED_BYTES:]
+        lines = complete.splitlines()
         self.line += len(lines)
         return lines, restarted
 
     def blocks(self) -> Iterator[tuple[list[tuple[int, bytes]], bool]]:
-        """Yield the numbered lines since the last call in blocks, so that the lines of a long run
-        are never in memory together, and True if earlier blocks no longer hold. Raises UserError as
-        `new_lines` does."""
+        """Yield blocks of the lines since the last call, so that the lines of a long run are never
+        in memory all at once. A block has (line number, line) pairs, and True if earlier blocks are
+        no longer valid. Raises UserError as `new_lines` does."""
         while True:
             lines, restarted = self.new_lines(BLOCK_BYTES)
             if lines or restarted:
@@ -173,14 +181,16 @@ class GrowingFile:
                 return
 
     def where(self, line: int) -> str:
-        """Return file and number of a line; without the number if it is unknown."""
+        """Return the path and number of a line for an error message; without the number if it is
+        unknown."""
         return f"{self.path}:{line}" if self.whole else f"{self.path}, near its end"
 
     def _is_continued(self, file: BinaryIO) -> bool:
-        # The bytes before the position must be those that were read; otherwise it is another file.
+        # Another file, or a file that was cut and has grown again, has other bytes here.
         file.seek(self._offset - len(self._last))
         return file.read(len(self._last)) == self._last
 
 
 def not_a_line(where: str, noun: str, why: object) -> UserError:
+    """Return the error for an invalid line at `where`, which should be a `noun`."""
     return UserError.of(where, f"is not {noun}: {why}", "remove that line")

@@ -1,18 +1,19 @@
-"""The sinks of a line of metrics besides `RUN/metrics.jsonl`: TensorBoard and Prometheus.
+"""Sinks of metrics: TensorBoard and Prometheus.
 
-Both receive checked values and do not depend on the log. A list becomes a histogram in TensorBoard,
-or a scalar per engine (`engine/tokens/0`, ...). In Prometheus it becomes one gauge with a label:
-`engine` for a value per engine, else `bin`, the smallest value that the bin counts.
+Both receive checked values and do not depend on the log. In TensorBoard, a list becomes a histogram
+or, for a metric per engine, one scalar per engine (`engine/tokens/0`, ...). In Prometheus, a list
+becomes one gauge with a label: `engine` for a metric per engine, else `bin`, the smallest value
+that the bin counts.
 
 Invariants:
-- values are on disk, or served, when the call returns; a thread calls TensorBoard for the log,
-  because a disk may be full or slow;
-- Prometheus serves one whole line, never parts of two; a key that the newest line does not have is
-  not served, except the newest evaluation, which is served until the next one, so that a scrape
-  finds it however short the steps are;
-- the process's other prometheus clients (vLLM's, Ray's) are not in it: the registry is our own;
-- Prometheus listens at the address that the config names, and strangers who connect to it take no
-  more than `_Scrapes.slots` threads of rank 0.
+- values are on disk or served when the call returns. The log calls TensorBoard in a thread, because
+  a disk may be full or slow;
+- Prometheus serves one complete line, never parts of two. It serves only the keys of the newest
+  line, and the newest evaluation, which it serves until the next one, so that every scrape contains
+  it, no matter how short the steps are;
+- the registry contains only these metrics, not those of vLLM and Ray in the same process;
+- Prometheus listens at the address in the config, and its clients use at most `_Scrapes.slots`
+  threads of rank 0.
 """
 
 from __future__ import annotations
@@ -44,20 +45,23 @@ ADDRESS_FILE = "prometheus.txt"
 
 
 class Sink(Protocol):
+    """Destination of metrics, in addition to the log."""
+
     def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
-        """Write the numbers of a step; `time` in Unix seconds."""
+        """Write the metrics of a step. `time`: Unix seconds."""
 
     def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
-        """Write the numbers of the held-out evaluation of a version."""
+        """Write the metrics of the held-out evaluation of a version. `time`: Unix seconds."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the resources of the sink; no call follows."""
 
 
 class TensorBoard:
-    """Event files through TensorBoard's own writer: no torch."""
+    """Sink that writes event files with TensorBoard's own writer, which does not import torch."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
-        """Open a new event file. TensorBoard discards what earlier files hold from `first_step`
+        """Open a new event file. TensorBoard discards the values of earlier files from `first_step`
         on."""
         self._writer = EventFileWriter(str(directory))
         self._writer.add_event(
@@ -67,7 +71,6 @@ class TensorBoard:
     def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
         summary = Summary()
         for name, value in values.items():
-            # Most values: checked first.
             if not isinstance(value, list):
                 summary.value.add(tag=name, simple_value=value)
             elif METRICS[name].kind == "per engine":
@@ -81,7 +84,7 @@ class TensorBoard:
         self._writer.flush()
 
     def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
-        """Write the numbers at the evaluated version, which may be older than the newest step."""
+        """Write the metrics at the evaluated version, which may be older than the newest step."""
         self.write(version, time, values)
 
     def close(self) -> None:
@@ -89,40 +92,44 @@ class TensorBoard:
 
 
 class _Scrapes(LimitedThreads, WSGIServer):
+    """HTTP server with a limited number of threads."""
+
     slots = 16
     admission_s = 30.0
-    """Longest scrape, however often its client sends or reads a byte."""
+    """Limit for a whole scrape in seconds, even if the client sends or reads bytes all the time."""
 
     def __init__(self, host: str, port: int) -> None:
-        # IPv6 addresses need another family than socketserver's default.
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family = found[0][0]
+        # socketserver assumes IPv4, so an IPv6 address needs its own family.
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = addresses[0][0]
         super().__init__((host, port), _Scrape)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore a client that closed its connection: no traceback in rank 0's log."""
+        """Do nothing: a client that closes its connection leaves no traceback in rank 0's log."""
 
 
 class _Scrape(WSGIRequestHandler):
+    """Handler of one scrape."""
+
     timeout = 10
-    """Limit of a scraper's request in seconds."""
+    """Limit for each wait for the client in seconds."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Write nothing: rank 0's log is for the run."""
+        """Do nothing: rank 0's log is for messages of the run."""
 
 
 class Prometheus:
-    """Server of the newest line over HTTP, in a thread of this process: a gauge `mar_<key>` for
-    each number, and a counter `mar_<key>_total` for each count so far."""
+    """Sink that serves the newest line over HTTP from a thread of this process: a gauge `mar_<key>`
+    for each number, and a counter `mar_<key>_total` for each total."""
 
     def __init__(self, run_dir: Path, port: int, host: str = "127.0.0.1") -> None:
-        """`port` 0 takes a free one; the address is in RUN/prometheus.txt and in this process's
-        log. Scrapers need no password.
+        """Start the server. Port 0 selects a free port. RUN/prometheus.txt and the log of this
+        process contain the address. The server requires no password.
 
-        Raises UserError for a port or a host that cannot be listened on.
+        Raises UserError if the server cannot listen on the port and host.
         """
         self._newest = _NewestLine()
-        # Not the global one, to which vLLM and Ray add their own metrics.
+        # Use a registry of its own: vLLM and Ray add their metrics to the global one.
         registry = CollectorRegistry()
         registry.register(self._newest)
         try:
@@ -131,7 +138,7 @@ class Prometheus:
             raise _unavailable(host, port, error) from error
         self._server.set_app(make_wsgi_app(registry))
         self._thread = threading.Thread(
-            # Daemon: a scraper that hangs must not keep rank 0 alive.
+            # A daemon thread, because a scraper that hangs must not keep rank 0 alive.
             target=self._server.serve_forever,
             name="prometheus",
             daemon=True,
@@ -139,21 +146,21 @@ class Prometheus:
         self._thread.start()
         self.port = int(self._server.server_port)
         self._file = run_dir / ADDRESS_FILE
-        # Another machine cannot connect to these addresses.
+        # Other machines cannot connect to a wildcard address, so show the machine's name.
         name = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
         address = f"http://{f'[{name}]' if ':' in name else name}:{self.port}/metrics"
         self._file.write_text(f"{address}\n", encoding="utf-8")
-        sys.stderr.write(f"metrics for Prometheus at {address}\n")
+        sys.stderr.write(f"serving metrics for Prometheus at {address}\n")
 
     def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
-        # One assignment: a scrape sees the old line or the new one.
+        # A single assignment, so that a scrape reads either the old line or the new one.
         self._newest.line = {"step": step, **values}
 
     def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
         self._newest.evaluation = dict(values)
 
     def close(self) -> None:
-        # The address must not outlive the server.
+        # Remove the address first, so that the file never names a stopped server.
         self._file.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()
@@ -161,20 +168,26 @@ class Prometheus:
 
 
 class _NewestLine(Collector):
+    """Collector of the newest line and the newest evaluation."""
+
     def __init__(self) -> None:
         self.line: Mapping[str, Value] = {}
         self.evaluation: Mapping[str, Value] = {}
 
     def describe(self) -> list[Family]:
-        """Return nothing: without this method a registry would collect at once to learn the
-        names."""
+        """Return no names. Without this method, the registry would call `collect` at registration
+        to get them."""
         return []
 
     def collect(self) -> Iterator[Family]:
-        # Read once: `line` may be replaced during the scrape.
+        # Read each attribute once, because `write` may replace it during the scrape.
         for name, value in (*self.line.items(), *self.evaluation.items()):
             metric = find_metric(name)
-            about = f"{metric.meaning} Unit: {metric.unit}." if metric else "Optimizer steps done."
+            about = (
+                f"{metric.meaning} Unit: {metric.unit}."
+                if metric
+                else "Number of batches trained on."
+            )
             kind = metric.kind if metric else "number"
             if not isinstance(value, list):
                 family = CounterMetricFamily if kind == "total" else GaugeMetricFamily
@@ -189,29 +202,30 @@ class _NewestLine(Collector):
 
 
 def _unavailable(host: str, port: int, error: OSError) -> UserError:
-    # A wrong host and a taken port have different keys to change.
+    """Return the error for a server that cannot listen."""
+    # Name the key to change: the host if the address is wrong, else the port.
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return UserError.of(
             "observe.prometheus_host",
             f"{host} is not an address of this machine: {error.strerror or error}",
-            "name one, such as 127.0.0.1, or 0.0.0.0 for all of them",
+            "name an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of its"
+            " addresses",
         )
     return UserError.of(
         "observe.prometheus_port",
         f"cannot listen on port {port}: {error.strerror or error}",
-        "name a free port, 0 to have one found, or null to serve nothing",
+        "name a free port, 0 to select one automatically, or null to serve no metrics",
     )
 
 
 def gauge_name(key: str) -> str:
-    """`lag/start_max` -> `mar_lag_start_max`."""
+    """Return the Prometheus name of a key: `lag/start_max` -> `mar_lag_start_max`."""
     return "mar_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
 
 
 def _histogram(counts: Sequence[float], *, doubling: bool) -> HistogramProto:
-    """`counts[i]` values equal to i or, doubling, from 2^i up to 2^(i + 1); those count as the
-    bin's middle in the sums."""
-    # TensorBoard's buckets are bounded above only.
+    """Return a histogram of counts per bin. Bin i has the value i or, with `doubling`, the values
+    from 2^i up to, but not including, 2^(i + 1); sums use the middle of the bin."""
     bins = range(len(counts))
     middles = [1.5 * 2**index - 0.5 if doubling else index for index in bins]
     weighted = list(zip(middles, counts, strict=True))
@@ -222,6 +236,7 @@ def _histogram(counts: Sequence[float], *, doubling: bool) -> HistogramProto:
         num=sum(counts),
         sum=sum(middle * count for middle, count in weighted),
         sum_squares=sum(middle * middle * count for middle, count in weighted),
+        # A bucket of TensorBoard has only an upper bound.
         bucket_limit=[2 ** (index + 1) - 0.5 if doubling else index + 0.5 for index in bins],
         bucket=counts,
     )

@@ -1,13 +1,16 @@
-"""`RUN/timeline/<track>.jsonl`: what one process did when, a line for each span.
+"""Timelines of processes. `RUN/timeline/<track>.jsonl` has the states of one process over time, one
+line for each span.
 
 Invariants:
-- a track is written by one process, and its spans follow each other: one ends when the next begins;
-- a span is on disk when `enter` or `close` returns; the span in progress is not there yet;
-- a span that cannot be written, as on a full disk, is lost, and that is logged once: a process's
-  work does not depend on its timeline;
-- a resumed run, or a restarted engine, appends to the track; the time between is in no span.
+- one process writes a track, and each of its spans ends when the next one begins;
+- a span is on disk when the `enter` or `close` that ends it returns; the current span is not in the
+  file;
+- if a span cannot be written, for example because the disk is full, it is lost, and the first loss
+  is logged; the process continues;
+- a resumed run or a restarted engine appends to its track; no span covers the time in between.
 
-The tracks are `rank 0` and `engine-0`, `engine-1`, ...; their states are `RANK` and `ENGINE`.
+The tracks are `rank 0`, with the states `RANK`, and `engine-0`, `engine-1`, ..., with the states
+`ENGINE`.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ _log = logging.getLogger(__name__)
 
 FOLDER = "timeline"
 NEWEST_BYTES = 8 * 2**20
+"""Number of bytes at the end of a track's file that `TimelineReader` reads."""
 SPANS_KEPT = 40_000
-"""Number of spans of a track that a following reader keeps."""
+"""Number of spans of a track that `TimelineReader` keeps."""
 
 RANK = (
     "training",
@@ -41,22 +45,27 @@ RANK = (
     "releasing",
     "waiting",
 )
-"""`restoring` and `releasing`: colocated, the policy takes back and gives up its training state."""
+"""States of rank 0. `restoring` and `releasing`: with colocated engines, the policy restores its
+training state to the device, or releases its memory."""
 ENGINE = ("busy", "loading", "paused", "asleep", "idle")
-"""`busy` samples; `idle` has nothing to sample; `loading` takes new weights; `paused` and `asleep`
-may not sample."""
+"""States of an engine. `busy`: it samples; `idle`: it has no requests; `loading`: it loads new
+weights; `paused`, `asleep`: it may not sample."""
 WAITING = frozenset({"waiting", "paused", "asleep", "idle"})
-"""The states in which a process does no work."""
+"""States in which a process does no work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
+    """Period in which a process was in one state."""
+
     track: str
     state: str
     waiting_for: str = ""
+    """Event for which the process waits, such as `batch`; may be empty."""
     start: float
-    """Unix seconds, as `end`."""
+    """Unix seconds."""
     end: float
+    """Unix seconds."""
 
     @property
     def seconds(self) -> float:
@@ -64,35 +73,36 @@ class Span:
 
 
 class Timeline:
-    """One process's track. Any thread may call it."""
+    """Writer of one process's track. Its methods are thread-safe."""
 
     def __init__(self, run_dir: Path, track: str) -> None:
         folder = run_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self._track = track
-        # Unbuffered: what could not be written is not kept to fail again later.
+        # Unbuffered: a buffer would keep text that could not be written, and fail again later.
         self._file: BinaryIO | None = open(folder / f"{track}.jsonl", "ab", buffering=0)  # noqa: SIM115 - closed by close()
         self._broken = False
         self._lock = Lock()
         self._now: tuple[str, str, float] | None = None
         if self._file.tell():
-            # What a crash left half written stays a line of its own.
+            # End a partial line that a crash may have left.
             self._write("\n")
 
     def enter(self, state: str, waiting_for: str = "") -> None:
-        """End the current span and begin one. Repeating the state and reason changes nothing."""
+        """End the current span and begin a new one. Does nothing if `state` and `waiting_for` are
+        those of the current span."""
         with self._lock:
-            # Calls after close come from threads that end later.
+            # A thread that ends after `close` may still call this method.
             if self._file is not None and (
                 self._now is None or self._now[:2] != (state, waiting_for)
             ):
                 now = time.time()
                 self._end(now)
-                # The same moment ends one span and begins the next: a track has no gap.
+                # Use the same time for the end and the next start, so that a track has no gap.
                 self._now = (state, waiting_for, now)
 
     def close(self) -> None:
-        """End the last span. Later calls do nothing."""
+        """End the last span and close the file. Later calls of any method do nothing."""
         with self._lock:
             if self._file is not None:
                 self._end(time.time())
@@ -115,22 +125,23 @@ class Timeline:
     def _write(self, text: str) -> None:
         assert self._file is not None
         try:
-            # After a failure part of a line may stand there: the next one begins again.
+            # After a failure the file may end with a partial line, so begin a new line.
             self._file.write(("\n" + text if self._broken else text).encode())
             self._broken = False
         except OSError as error:
             if not self._broken:
-                _log.warning("the timeline of %s was not written: %s", self._track, error)
+                _log.warning("the timeline of %s cannot be written: %s", self._track, error)
             self._broken = True
 
 
 def read_timeline(run_dir: Path) -> dict[str, list[Span]]:
-    """Return the spans of each track in order of time; `rank 0` first. Lines that are not spans,
-    such as a line that a crash cut, are skipped. Raises UserError for a file that cannot be
-    read."""
+    """Return the spans of each track in order of time, `rank 0` first. Omits tracks without spans,
+    and lines that are not spans, such as a line that a crash truncated.
+
+    Raises UserError for a file that cannot be read.
+    """
     tracks: dict[str, list[Span]] = {}
     for path in _tracks(run_dir):
-        # Absent tracks are simply not listed.
         with reading(path):
             lines = path.read_bytes().splitlines()
         spans = sorted(_spans(path.stem, lines), key=lambda span: span.start)
@@ -140,7 +151,7 @@ def read_timeline(run_dir: Path) -> dict[str, list[Span]]:
 
 
 class TimelineReader:
-    """The newest spans of each track while the run continues, each line read once."""
+    """Reader of the newest spans of each track while the run continues. Reads each line once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -148,15 +159,15 @@ class TimelineReader:
         self._spans: dict[Path, deque[Span]] = {}
 
     def read(self) -> dict[str, list[Span]]:
-        """Return the spans of each track as `read_timeline` does, limited to the newest
-        NEWEST_BYTES and SPANS_KEPT."""
+        """Return the spans of each track as `read_timeline` does, but at most SPANS_KEPT, and none
+        from before the last NEWEST_BYTES of the file at the first call."""
         tracks: dict[str, list[Span]] = {}
         for path in _tracks(self._run_dir):
-            # Tracks appear when engines join.
+            # A new track appears when an engine joins.
             file = self._files.setdefault(path, GrowingFile(path, NEWEST_BYTES))
             kept = self._spans.setdefault(path, deque(maxlen=SPANS_KEPT))
             lines, restarted = file.new_lines()
-            # The file was replaced: its spans are others.
+            # The file was replaced, so the spans of the old file are no longer valid.
             if restarted:
                 kept.clear()
             kept.extend(_spans(path.stem, lines))
@@ -166,11 +177,11 @@ class TimelineReader:
 
 
 def shares(spans: Sequence[Span], start: float, end: float) -> Mapping[tuple[str, str], float]:
-    """Return the share of `start` to `end` spent in each (state, waiting for), largest first; the
-    shares sum to 1 if the track has no gap."""
+    """Return the share of the time from `start` to `end` spent in each (state, waiting for),
+    largest first. The shares sum to 1 if the spans cover the whole time."""
     seconds: dict[tuple[str, str], float] = {}
     for span in spans:
-        # A span may reach beyond the window on either side.
+        # A span may begin before `start` or end after `end`.
         inside = min(span.end, end) - max(span.start, start)
         if inside > 0:
             kind = (span.state, span.waiting_for)
@@ -185,7 +196,7 @@ def _tracks(run_dir: Path) -> list[Path]:
 
 def _place(track: str) -> tuple[bool, str, int]:
     name, _, number = track.replace("-", " ").rpartition(" ")
-    # By number: engine-10 comes after engine-9.
+    # Sort by number, so that engine-10 comes after engine-9.
     return name != "rank", name, int(number) if number.isdigit() else -1
 
 
@@ -202,6 +213,6 @@ def _spans(track: str, lines: Iterable[bytes]) -> Iterator[Span]:
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
-        # A clock that was set back gives a span of negative length.
+        # If the clock was set back, a span may end before it starts; skip it.
         if span.end >= span.start:
             yield span

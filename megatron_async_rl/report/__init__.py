@@ -1,1 +1,1 @@
-"""A run to look at: live display, HTML and PNG."""
+"""Views of a run: terminal display, report (HTML and PNG), dashboard and samples."""

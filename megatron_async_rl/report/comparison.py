@@ -1,11 +1,12 @@
-"""The page of several runs (`mar report A B C`, `mar dashboard A B C`): the same curve of each over
-steps, tokens and time, the settings that differ, and the end of each run.
+"""Page that compares several runs (`mar report A B C`, `mar dashboard A B C`). It shows each metric
+of all runs in one panel, over steps, tokens and time, and tables of results and of settings that
+differ.
 
 Invariants:
-- a run has one colour and one name on the whole page;
-- a curve of a metric of every step is a moving average, so that ten runs can be distinguished;
-  held-out rewards are as measured;
-- time is the time in steps, without starts, stops, evaluations and checkpoints.
+- a run has the same colour and name everywhere on the page;
+- curves of metrics that every step logs are moving averages, so that ten runs can be distinguished;
+  held-out rewards are not smoothed;
+- time is the time spent in steps, without starts, stops, evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from megatron_async_rl.report.panel import STEPS, Curve, Panel
 from megatron_async_rl.report.run_data import RunData, span
 
 COLOURS = ("blue", "red", "green", "amber", "purple", "teal", "brown", "ink", "grey", "sand")
-"""Colour by the run's number. After the last one they repeat, with dotted lines."""
+"""Colours of the runs in order. Further runs repeat the colours with dotted lines."""
 TILES = 8
 """Number of runs whose result is on the first screen."""
 TRAINED_ON = (
     ("Reward trained on", "mean reward of a sample", False, "reward/mean"),
     ("Loss trained on", "nats per token", True, "policy/loss"),
 )
-"""(title, unit, whether for supervised runs, key). A run has one of the two."""
+"""(title, unit, True for supervised runs, key). A run has one of the two."""
 LAST_SHARE = 0.1
-"""Share of the steps over whose mean the last reward is taken."""
+"""Share of the steps whose mean is the last reward or loss."""
 FOOTER = (
-    "Curves of what every step logs are moving averages; held-out rewards are as measured. Every"
-    " value is in each run's metrics.jsonl and eval.jsonl."
+    "Curves of metrics that every step logs are moving averages; held-out rewards are not smoothed."
+    " Each run's metrics.jsonl and eval.jsonl contain all values."
 )
 TOKENS = "response tokens trained on"
 SECONDS = "seconds in steps"
@@ -48,7 +49,7 @@ KEYS = (
     ("Cosine of consecutive gradients", "cosine", "gac/cosine"),
     ("Effective sample size", "share of the samples", "ratio/ess_ratio"),
     ("Gradient norm, before clipping", "L2 norm", "policy/grad_norm"),
-    ("Length of the update", "L2 norm", "update/norm"),
+    ("Norm of the update", "L2 norm", "update/norm"),
     ("Entropy of the policy", "nats per token", "policy/entropy"),
     ("Divergence from the behaviour policy", "nats per token: KL, k1", "ratio/kl_k1"),
     ("Learning rate", "per step", "policy/lr"),
@@ -58,42 +59,42 @@ KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """Run of a comparison, with its name and its look."""
+    """A run of a comparison, with its name, its colour and its line style."""
 
     name: str
     colour: str
     dotted: bool
     run: RunData
 
-    def places(self, axis: str, steps: Floats) -> Floats:
-        """Return the place on `axis` at which each of `steps` ended; the run starts at 0."""
-        # Metrics are logged by step, so this axis needs no conversion.
+    def positions(self, axis: str, steps: Floats) -> Floats:
+        """Return the position on `axis` at which each of `steps` ended; the run starts at 0."""
         if axis == STEPS:
             return steps
         ended, sums = self.run.rows.cumulative(
             "tokens/trained" if axis == TOKENS else "time/step_s"
         )
-        # Interpolated, because the rows of a long run are thinned to buckets of steps.
+        # Interpolate, because the sums of a long run are known only at the ends of buckets.
         return np.interp(steps, ended, sums)
 
     def logged(self, key: str, axis: str) -> Curve | None:
-        """Return the moving average of `key` over `axis`; None if no row has it."""
-        # Short runs have no trend; their few values are drawn as they are.
+        """Return the moving average of `key` over `axis`, or its values in a short run; None if no
+        row has it."""
         steps, values, trend = self.run.rows.curve(key)
         if not len(steps):
             return None
-        return self._curve(self.places(axis, steps), values if trend is None else trend)
+        return self._curve(self.positions(axis, steps), values if trend is None else trend)
 
     def held_out(self, axis: str) -> Curve | None:
-        """Return the reward or loss of each evaluation, at the place of its version; None without
-        evaluations."""
+        """Return the reward or loss of each evaluation, at the position of its version; None
+        without evaluations."""
         versions = self.run.evaluations.versions
-        # The evaluation of a version may be in its file before the step is in the metrics.
+        # An evaluation may be logged before the step of its version; omit it until then, because
+        # its position is unknown.
         known = versions <= (number(self.run.rows[-1], "step") or 0)
         if not known.any():
             return None
-        places = self.places(axis, versions[known].astype(np.float64))
-        return self._curve(places, self.run.evaluations.mean[known])
+        positions = self.positions(axis, versions[known].astype(np.float64))
+        return self._curve(positions, self.run.evaluations.mean[known])
 
     def _curve(self, x: Floats, y: Floats) -> Curve:
         return Curve(
@@ -102,25 +103,25 @@ class ComparedRun:
 
 
 def page_of_runs(compared: Sequence[ComparedRun]) -> Page:
-    # Only the common folder is shown; each run has its name in the tables.
+    """Return the page of several runs. Raises UserError if no run has a metric to draw."""
     paths = [one.run.run_dir for one in compared]
     parts = {
         "TITLE": f"{len(compared)} runs compared",
         "WHERE": html.escape(str(os.path.commonpath(paths))),
         "NUMBERS": _tiles(compared),
         "FOOTER": FOOTER,
-        "SECTIONS": _table("How they ended", ends_of(compared), compared)
+        "SECTIONS": _table("Results", ends_of(compared), compared)
         + _table("Settings that differ", differing(compared), compared),
     }
     return Page(parts=parts, panels=panels_of(compared))
 
 
 def name_runs(run_dirs: Sequence[Path], runs: Sequence[RunData | None]) -> list[ComparedRun]:
-    """Return the runs that have something to show. `runs` has None for the others, so that a run
-    keeps its name and colour when another one starts."""
+    """Return the runs with data, named and coloured by their directories. `runs` has None for a
+    directory without data."""
     return [
         ComparedRun(name=name, colour=colour, dotted=index >= len(COLOURS), run=run)
-        # Numbered before the filter, so that a run that starts later changes no colour.
+        # Number the runs before filtering, so that a run that starts later changes no other colour.
         for index, (name, colour, run) in enumerate(
             zip(names_of(run_dirs), map(colour_of, range(len(runs))), runs, strict=True)
         )
@@ -129,9 +130,9 @@ def name_runs(run_dirs: Sequence[Path], runs: Sequence[RunData | None]) -> list[
 
 
 def names_of(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the name of each directory or, if two are equal, its path below the common folder."""
+    """Return the name of each directory or, if two names are equal, the path of each directory
+    below their common folder."""
     names = [run_dir.name for run_dir in run_dirs]
-    # Folder names are shorter, so longer paths are used only where names collide.
     if len(set(names)) == len(names):
         return names
     shared = os.path.commonpath(run_dirs)
@@ -143,11 +144,11 @@ def colour_of(index: int) -> str:
 
 
 def panels_of(compared: Sequence[ComparedRun]) -> list[Panel]:
-    """Return reward or loss over steps, tokens and seconds, then the metrics of stability. The
-    first panel is the main one."""
+    """Return the panels of reward or loss over steps, tokens and seconds, then those of the metrics
+    of stability. The first panel is the main one. Raises UserError if there is no panel."""
     rewards: list[Panel] = []
     for measure, unit in (("reward", "mean reward of a sample"), ("loss", "nats per token")):
-        # Rewards and losses have different units and never share a panel.
+        # Rewards and losses have different units, so they need separate panels.
         measured = [one for one in compared if one.run.summary.measure == measure]
         for axis in (STEPS, TOKENS, SECONDS):
             curves = [one.held_out(axis) for one in measured]
@@ -164,31 +165,33 @@ def panels_of(compared: Sequence[ComparedRun]) -> list[Panel]:
     # Held-out curves come first: they are what runs are compared by.
     panels = [*rewards, *others]
     if not panels:
-        raise UserError.of("RUN", "the runs have no metric in common", "see their metrics.jsonl")
-    # The main panel has the whole width of the page.
+        what = "the runs have logged none of the compared metrics"
+        raise UserError.of("RUN", what, "see their metrics.jsonl")
+    # The main panel is as wide as the page.
     first, *rest = panels
     return [replace(first, wide=True), *rest]
 
 
 def _panel(title: str, unit: str, axis: str, curves: Sequence[Curve | None]) -> Iterator[Panel]:
+    """Yield a panel of the curves that are not None; nothing if there are none."""
     drawn = [curve for curve in curves if curve is not None]
-    # A metric that no run logs has no panel.
     if drawn:
         yield Panel(title=title, unit=unit, x_label=axis, curves=drawn, overview=True)
 
 
 def differing(compared: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """Return (dotted key, value in each run) of every setting that differs, except `run.dir`."""
+    """Return (dotted key, value in each run) of every setting that differs between runs, except
+    `run.dir`."""
     flat = [dict(_leaves(one.run.config)) for one in compared]
-    # dict.fromkeys keeps the order of the configuration, which a set would lose.
+    # dict.fromkeys keeps the order of the config, which a set would lose.
     keys = list(dict.fromkeys(key for settings in flat for key in settings))
     rows = [(key, [settings.get(key, "–") for settings in flat]) for key in keys]
-    # run.dir differs by construction.
+    # run.dir differs between any two runs.
     return [(key, row) for key, row in rows if key != "run.dir" and len(set(row)) > 1]
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, value as text). A list is one value."""
+    """Yield (dotted key, value as text) of nested settings. A list is one value."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
@@ -207,7 +210,7 @@ def _text(value: Any) -> str:
 
 
 def ends_of(compared: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """Return (fact, its value in each run)."""
+    """Return (name, value in each run) of the facts that describe the results."""
     facts: tuple[tuple[str, Callable[[ComparedRun], str]], ...] = (
         ("phase", lambda one: one.run.status.phase if one.run.status else "–"),
         ("steps", lambda one: f"{one.run.summary.steps:,}"),
@@ -226,10 +229,10 @@ def ends_of(compared: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
         ),
         ("tokens trained on", lambda one: f"{one.run.summary.trained:,}"),
         ("time in steps", lambda one: span(one.run.summary.in_steps_s)),
-        ("grave anomalies and notes", lambda one: f"{sum(one.run.found.values()):,}"),
+        ("anomalies and notes", lambda one: f"{sum(one.run.anomaly_counts.values()):,}"),
     )
     rows = [(name, [value(one) for one in compared]) for name, value in facts]
-    # A fact that applies to no run, such as a held-out loss, is left out.
+    # Omit a fact that applies to no run, such as a held-out loss.
     return [(name, row) for name, row in rows if set(row) != {"–"}]
 
 
@@ -247,25 +250,27 @@ def _number(value: float | None) -> str:
 
 
 def _last(one: ComparedRun, key: str) -> float | None:
+    """Return the mean of `key` over the last LAST_SHARE of its values; None without values."""
     finite = one.run.rows.finite(key)
     if not len(finite):
         return None
-    # At least one value: a tenth of a short run would be none.
+    # Use at least one value, because LAST_SHARE of a short run may round to 0.
     return float(finite[-max(1, int(LAST_SHARE * len(finite))) :].mean())
 
 
 def _tiles(compared: Sequence[ComparedRun]) -> str:
+    """Return HTML with the held-out reward or loss of each run, else with its last value."""
     tiles = []
     for one in compared[:TILES]:
         after = one.run.summary.after
         key, measure = ("policy/loss", "loss") if one.run.supervised else ("reward/mean", "reward")
         value = after if after is not None else _last(one, key)
-        what = (
+        label = (
             f"held-out {one.run.summary.measure}" if after is not None else f"{measure} at the end"
         )
         tiles.append(
             f'<div class="whole"><b style="color:var(--{one.colour})">{_number(value)}</b>'
-            f"<small>{what}, {html.escape(one.name)}</small></div>"
+            f"<small>{label}, {html.escape(one.name)}</small></div>"
         )
     return "".join(tiles)
 
@@ -273,7 +278,8 @@ def _tiles(compared: Sequence[ComparedRun]) -> str:
 def _table(
     title: str, rows: Sequence[tuple[str, Sequence[str]]], compared: Sequence[ComparedRun]
 ) -> str:
-    """Return a table with a row for each fact and a column for each run."""
+    """Return HTML of a table with a row for each fact and a column for each run; empty without
+    rows."""
     if not rows:
         return ""
     head = "".join(

@@ -1,7 +1,8 @@
 "use strict";
-// The script of the report and of the dashboard. It draws the panels that panel.py describes, as SVG; in the
-// dashboard it also asks the server for news and for samples. Text of a run is only ever set as text, but for
-// the parts that the server has escaped.
+// Script of the report and of the dashboard. It draws the panels that panel.py describes as SVG. In the
+// dashboard, it also requests new states and samples from the server.
+//
+// Invariant: text of a run is inserted as text, never as HTML, except for parts that the server has escaped.
 
 const LINES = {line: "", dotted: "1.5 3", dashed: "5 4"};
 const FEW = 30, MARGIN = {left: 46, right: 12, top: 12, bottom: 34}, TRACK = 24, DIGIT = 7;
@@ -22,7 +23,7 @@ function short(value, digits = 4) {
   return Math.abs(value) < 1000 ? String(+value.toPrecision(digits)) : Math.round(value).toLocaleString("en");
 }
 
-// As few digits as tell the ticks of an axis apart.
+// Labels with the smallest number of digits that distinguishes the ticks of an axis.
 function labels(values, percent) {
   for (let digits = 4; ; digits++) {
     const found = values.map(value => percent ? `${+(100 * value).toPrecision(digits)}%` : short(value, digits));
@@ -36,10 +37,10 @@ function exact(value, form) {
   return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(4));
 }
 
-// Scales
+// Scales of the axes
 
-function ticks(low, high, most, whole) {
-  const raw = (high - low) / most, power = 10 ** Math.floor(Math.log10(raw));
+function ticks(low, high, limit, whole) {
+  const raw = (high - low) / limit, power = 10 ** Math.floor(Math.log10(raw));
   let step = [1, 2, 2.5, 5, 10].map(one => one * power).find(one => one >= raw * 0.999);
   if (whole) step = Math.max(1, Math.ceil(step));
   const found = [];
@@ -73,10 +74,10 @@ function xRange(panel) {
 function yRange(panel, curves) {
   const lift = panel.log ? value => value > 0 ? Math.log10(value) : null : value => value;
   let low = Infinity, high = -Infinity;
-  const see = value => { if (isNumber(value) && isNumber(value = lift(value))) { low = Math.min(low, value); high = Math.max(high, value); } };
-  if (panel.kind === "stack") (curves[0] || {x: []}).x.forEach((_, i) => see(curves.reduce((sum, one) => sum + (one.y[i] || 0), 0)));
-  else for (const curve of curves) { curve.y.forEach(see); if (curve.trend) curve.trend[1].forEach(see); }
-  for (const [value] of panel.levels) see(value);
+  const include = value => { if (isNumber(value) && isNumber(value = lift(value))) { low = Math.min(low, value); high = Math.max(high, value); } };
+  if (panel.kind === "stack") (curves[0] || {x: []}).x.forEach((_, i) => include(curves.reduce((sum, one) => sum + (one.y[i] || 0), 0)));
+  else for (const curve of curves) { curve.y.forEach(include); if (curve.trend) curve.trend[1].forEach(include); }
+  for (const [value] of panel.levels) include(value);
   if (low > high) [low, high] = [0, 1];
   const margin = high > low ? 0.06 * (high - low) : Math.abs(high) * 0.1 || 0.5;
   if (panel.kind === "columns" || panel.kind === "stack") low = Math.min(0, low);
@@ -135,8 +136,8 @@ function drawStack(panel, curves, area, x, y) {
 function drawColumns(panel, curves, area, x, y) {
   const width = 0.8 / Math.max(1, curves.length);
   curves.forEach((curve, index) => {
-    const aside = (index - (curves.length - 1) / 2) * width;
-    const d = curve.x.map((at, i) => box(x(at + aside - 0.47 * width), y(curve.y[i] || 0), x(at + 0.94 * width) - x(at), y(0) - y(curve.y[i] || 0))).join("");
+    const offset = (index - (curves.length - 1) / 2) * width;
+    const d = curve.x.map((at, i) => box(x(at + offset - 0.47 * width), y(curve.y[i] || 0), x(at + 0.94 * width) - x(at), y(0) - y(curve.y[i] || 0))).join("");
     area.append(make("path", {d, fill: colour(curve.colour)}));
   });
 }
@@ -168,7 +169,8 @@ function drawMarks(panel, area, x, place) {
   for (const [name, d] of colours) area.append(make("path", {d, class: "marks", fill: colour(name)}));
 }
 
-function inWords(panel) {
+// Description of a panel for screen readers.
+function describe(panel) {
   const curves = panel.curves.map(({name, y}) => {
     const known = y.filter(isNumber);
     if (!known.length) return "";
@@ -190,7 +192,7 @@ function drawing(panel, width, hidden) {
   const x = value => place.left + (value - from) / (to - from) * (place.right - place.left);
   const lift = panel.log && !bars ? value => value > 0 ? Math.log10(value) : NaN : value => value;
   const y = value => place.bottom - (lift(value) - low) / (high - low) * (place.bottom - place.top);
-  const svg = make("svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0, "aria-label": inWords(panel)});
+  const svg = make("svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0, "aria-label": describe(panel)});
 
   const xs = panel.kind === "columns" ? panel.names.map((_, i) => i).filter(i => i % Math.ceil(panel.names.length / Math.max(2, width / 75)) === 0)
     : ticks(from, to, Math.max(2, Math.min(8, width / 75)), panel.x === "optimizer step");
@@ -231,7 +233,7 @@ function drawing(panel, width, hidden) {
   return {svg, place, from, to, x, curves};
 }
 
-// What stands under the pointer
+// The tip at the pointer or at the selected point
 
 function nearest(xs, x) {
   let low = 0, high = xs.length - 1;
@@ -280,8 +282,8 @@ function follow(figure, panel, drawn) {
     tip.hidden = false;
     line.setAttribute("visibility", "visible");
     line.setAttribute("x1", toX(at)); line.setAttribute("x2", toX(at));
-    const left = svg.offsetLeft || figure.clientLeft + 10, beside = left + toX(at) + 10;
-    tip.style.left = Math.max(2, beside + tip.offsetWidth > figure.clientWidth ? beside - 20 - tip.offsetWidth : beside) + "px";
+    const left = svg.offsetLeft || figure.clientLeft + 10, right = left + toX(at) + 10;
+    tip.style.left = Math.max(2, right + tip.offsetWidth > figure.clientWidth ? right - 20 - tip.offsetWidth : right) + "px";
     tip.style.top = figure.clientHeight - svg.clientHeight + place.top + "px";
   };
   svg.addEventListener("pointermove", event => {
@@ -304,8 +306,9 @@ function follow(figure, panel, drawn) {
 
 // Figures
 
-const figures = new Map();  // title and axis of a panel -> its figure, what it shows and the curves hidden in it
+const figures = new Map();  // title and axis of a panel -> its figure, its content and its hidden curves
 
+// panel.py sends only the first of consecutive steps; this function restores all of them.
 function spread(curve) {
   const whole = (xs, ys) => isNumber(xs) ? ys.map((_, i) => xs + i) : xs;
   return {...curve, x: whole(curve.x, curve.y), trend: curve.trend && [whole(...curve.trend), curve.trend[1]]};
@@ -364,11 +367,12 @@ showPanels(JSON.parse(document.getElementById("panels-data").textContent));
 // The dashboard
 
 const EVERY_MS = 2000;
-const live = {view: "", have: "", asked: 0};
+const live = {view: "", have: "", requests: 0};
 
 function showParts(parts) {
   for (const node of document.querySelectorAll("[data-part]")) {
     const html = parts[node.dataset.part] || "";
+    // Replace only what changed, so that the reader's selection and scroll position stay.
     if (node.shown === html) continue;
     node.shown = html;
     const open = [...node.querySelectorAll("details")].map(one => one.open);
@@ -386,50 +390,50 @@ function chosenView() {
 }
 
 async function refresh() {
-  const asked = ++live.asked, view = chosenView(), note = document.querySelector(".live");
+  const request = ++live.requests, view = chosenView(), note = document.querySelector(".live");
   try {
     const have = view === live.view ? live.have : "";
-    const answer = await fetch(`state/${encodeURIComponent(view)}?have=${have}`, {cache: "no-store"});
-    if (asked !== live.asked) return;  // another view was chosen meanwhile
-    if (answer.status === 200) {
-      const state = await answer.json(), other = view !== live.view;
+    const response = await fetch(`state/${encodeURIComponent(view)}?have=${have}`, {cache: "no-store"});
+    if (request !== live.requests) return;  // another view was chosen in the meantime
+    if (response.status === 200) {
+      const state = await response.json(), other = view !== live.view;
       live.view = view;
       live.have = state.tag;
       showParts(state.parts);
       showPanels(state.panels);
       if (other) browse();
-    } else if (answer.status !== 204) throw new Error((await answer.text()).slice(0, 300));
+    } else if (response.status !== 204) throw new Error((await response.text()).slice(0, 300));
     note.classList.remove("lost");
     note.textContent = "live";
   } catch (error) {
-    if (asked !== live.asked) return;
+    if (request !== live.requests) return;
     note.classList.add("lost");
-    note.textContent = error instanceof TypeError ? "the dashboard does not answer; is mar dashboard still running?" : error.message;
+    note.textContent = error instanceof TypeError ? "the dashboard does not respond; check that mar dashboard is still running" : error.message;
   }
   note.hidden = false;
 }
 
-// Samples: a form of the server's; its answers are appended below.
+// Samples: the form is part of the server's HTML; responses to its queries are appended below it.
 function browse() {
   const form = document.querySelector(".samples form");
   if (!form) return;
-  const list = form.parentElement.querySelector(".list"), words = form.parentElement.querySelector(".words");
+  const list = form.parentElement.querySelector(".list"), message = form.parentElement.querySelector(".message");
   const more = form.parentElement.querySelector(".more");
-  const ask = async from => {
-    const wanted = new URLSearchParams([...new FormData(form)].filter(([, value]) => value !== ""));
-    wanted.set("start", from);
-    const answer = await fetch(`samples/${encodeURIComponent(live.view)}?${wanted}`, {cache: "no-store"});
-    const found = answer.ok ? await answer.json() : {words: (await answer.text()).slice(0, 300), html: "", more: false};
+  const request = async from => {
+    const query = new URLSearchParams([...new FormData(form)].filter(([, value]) => value !== ""));
+    query.set("start", from);
+    const response = await fetch(`samples/${encodeURIComponent(live.view)}?${query}`, {cache: "no-store"});
+    const found = response.ok ? await response.json() : {message: (await response.text()).slice(0, 300), html: "", more: false};
     if (!from) list.replaceChildren();
     list.insertAdjacentHTML("beforeend", found.html);
-    words.textContent = found.words;
+    message.textContent = found.message;
     more.hidden = !found.more;
   };
-  const failed = () => { words.textContent = "the dashboard does not answer"; };
-  form.addEventListener("submit", event => { event.preventDefault(); ask(0).catch(failed); });
-  form.addEventListener("change", () => ask(0).catch(failed));
-  more.addEventListener("click", () => ask(list.querySelectorAll(".sample").length).catch(failed));
-  ask(0).catch(failed);
+  const failed = () => { message.textContent = "the dashboard does not respond"; };
+  form.addEventListener("submit", event => { event.preventDefault(); request(0).catch(failed); });
+  form.addEventListener("change", () => request(0).catch(failed));
+  more.addEventListener("click", () => request(list.querySelectorAll(".sample").length).catch(failed));
+  request(0).catch(failed);
 }
 
 if (document.body.dataset.live) {

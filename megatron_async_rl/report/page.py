@@ -1,13 +1,13 @@
-"""The page of a run. The report writes it once, as one HTML file that needs no network; the
+"""Page of a run. The report writes it once, as a single HTML file that needs no network; the
 dashboard serves it and keeps it up to date.
 
-    RunData -> parts (HTML by place in page.html)  -+
-            -> panels (JSON, drawn by page.js)     -+-> as_html (report), as_state (dashboard)
+    RunData -> parts (HTML by placeholder in page.html)  -+
+            -> panels (JSON, drawn by page.js)           -+-> as_html (report), as_state (dashboard)
 
-The first screen has the reward and the headline numbers. Anomalies, panels, tables and the folded
-configuration follow.
+The first screen shows the reward and the key figures. Anomalies, panels, tables and the folded
+config follow.
 
-Invariant: every part escapes the text of a run, and no script but the page's own may run.
+Invariant: every part escapes the text of a run, and a browser executes only the page's own script.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from megatron_async_rl.report.run_data import RunData, span
 from megatron_async_rl.watchdog.events import Status
 
 DETAILS = 4
-"""Number of anomalies of one kind that are described."""
+"""Maximum number of anomalies of one kind with a description."""
 EVENTS = 12
-"""Number of newest events that are shown."""
+"""Maximum number of events; the page shows the newest."""
 FOOTER = (
-    "Thin lines are the logged values, wide ones their moving average; of long runs each curve"
-    " shows its extremes. Every value is in metrics.jsonl and TensorBoard's files in the run's"
-    " directory."
+    "Thin lines are logged values, and wide lines their moving averages. In a long run, a curve"
+    " shows the extremes of each interval of steps. metrics.jsonl and TensorBoard's files in the"
+    " run directory contain all values."
 )
 FIRST_SHARE = 10
-"""Number of equal parts of a run. The first and the last reward are the means of one part."""
+"""Number of equal parts of a run. The first and the last reward are means over one part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +51,15 @@ class Page:
     """Content of the page, for a file or for the dashboard."""
 
     parts: Mapping[str, str]
-    """HTML by the name of its place in page.html; other places stay empty."""
+    """Placeholder in page.html -> HTML; other placeholders stay empty."""
     panels: Sequence[Panel] = ()
     """Panels in order; the first is the main one."""
 
     def as_html(self, live: str = "") -> str:
-        """Return the whole page. `live` is the view that the script requests from the dashboard;
-        empty in a file."""
+        """Return the whole page. `live`: view that the script requests from the dashboard; empty in
+        a file."""
         style, script = _asset("page.css"), _asset("page.js")
-        # The policy permits the page's script by its digest, so injected script never runs.
+        # The policy permits the page's script by its digest, so no injected script runs.
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         places = {
             "POLICY": "default-src 'none'; img-src data:; style-src 'unsafe-inline';"
@@ -69,39 +69,41 @@ class Page:
             "STYLE": style,
             "SCRIPT": script,
             "LIVE": html.escape(live),
-            # Without `<`, no text of a run can end the script element or open a comment in it.
+            # Without `<`, the text of a run cannot end the script element or open a comment in it.
             "DATA": _compact(self.drawn()).replace("<", "\\u003c"),
             **self.parts,
         }
-        # In one pass: text of a run that looks like a place must not be replaced.
+        # Replace all placeholders in one pass, so that text of a run is never taken for one.
         return re.sub(r"@([A-Z]+)@", lambda place: places.get(place[1], ""), _asset("page.html"))
 
     def drawn(self) -> list[dict[str, Any]]:
-        """Return the panels as page.js reads them."""
+        """Return the panels as JSON for page.js."""
         return [panel.as_json() for panel in self.panels]
 
     def as_state(self) -> tuple[bytes, str]:
-        """Return JSON of `parts`, `panels` and a `tag` that changes with them; and the tag."""
+        """Return (JSON with `parts`, `panels` and `tag`, the tag). The tag is a digest of the
+        content."""
         content = _compact({"parts": self.parts, "panels": self.drawn()})
-        # A digest of the content: equal states have equal tags, also after a restart of the server.
+        # With a digest, equal states have equal tags, even after a restart of the server.
         tag = hashlib.sha256(content.encode()).hexdigest()[:16]
         return f'{{"tag":"{tag}",{content[1:]}'.encode(), tag
 
 
 @cache
 def _asset(name: str) -> str:
+    """Return the text of a file of this package."""
     return files("megatron_async_rl.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _compact(value: Any) -> str:
-    # allow_nan=False: a browser's JSON parser refuses NaN.
+    # A browser's JSON parser refuses NaN, so the value must not contain any.
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def page_of(run: RunData, samples: str = "") -> Page:
-    """Return the page of a run. `samples` is HTML, shown between panels and tables."""
+    """Return the page of a run. `samples`: HTML to show between panels and tables."""
     where = str(run.run_dir)
-    # The status of a killed run stays `training`: only the time shows it.
+    # Show the time of the newest step, because the status of a killed run remains `training`.
     if (ended := number(run.rows[-1], "time")) is not None:
         where += f" · newest step {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(ended))}"
     parts = {
@@ -117,11 +119,11 @@ def page_of(run: RunData, samples: str = "") -> Page:
 
 
 def head(title: str, where: str, status: Status | None) -> dict[str, str]:
-    """Return the parts of the head: title, place, phase and error."""
+    """Return the parts of the head: title, path, phase and error."""
     phase = error = ""
     if status is not None:
         name = html.escape(status.phase)
-        # A finished run is at its last step, which needs no mention.
+        # A finished run is always at its last step, so its step is not shown.
         at = "" if status.phase == "finished" else f" at step {status.step} of {status.steps}"
         phase = f'<span class="phase {name}">{name}{at}</span>'
         if status.error:
@@ -132,26 +134,27 @@ def head(title: str, where: str, status: Status | None) -> dict[str, str]:
 
 
 def problem(text: str) -> str:
+    """Return HTML of an error message."""
     return f'<section class="card error">{html.escape(text)}</section>'
 
 
 def _numbers(run: RunData) -> str:
-    """Return the headline numbers as tiles."""
+    """Return HTML of the key figures."""
     summary = run.summary
     tiles: list[tuple[str, str, str]] = []
-    """(number, label, class)."""
+    """(HTML of the figure, label, CSS class) of each tile."""
     if summary.before is not None and summary.after is not None:
         change = summary.after - summary.before
-        # A smaller loss is better, a larger reward is better.
+        # For a loss, a decrease is an improvement.
         gain = -change if summary.measure == "loss" else change
         tone = "better" if gain > 0 else "worse" if gain < 0 else ""
-        number_ = (
+        figure = (
             f'{summary.before:.3f} → {summary.after:.3f} <span class="{tone}">{change:+.3f}</span>'
         )
-        tiles.append((number_, f"held-out {summary.measure}, before and after", "whole"))
+        tiles.append((figure, f"held-out {summary.measure}, before and after", "whole"))
     elif summary.before is not None:
-        what = f"held-out {summary.measure} before the first step"
-        tiles.append((f"{summary.before:.3f}", what, "whole"))
+        label = f"held-out {summary.measure} before the first step"
+        tiles.append((f"{summary.before:.3f}", label, "whole"))
     if not run.supervised and (trained := _ends(run.rows.finite("reward/mean"))) is not None:
         tiles.append(
             (
@@ -163,7 +166,7 @@ def _numbers(run: RunData) -> str:
     if run.supervised and (losses := _ends(run.rows.finite("policy/loss"))) is not None:
         tiles.append((f"{losses[0]:.4g} → {losses[1]:.4g}", "loss, first and last tenth", "whole"))
 
-    # The plan is shown only while steps are missing.
+    # Show the planned number of steps only while steps are missing.
     planned = f" of {run.status.steps:,}" if run.status and run.status.steps > summary.steps else ""
     tiles.append((f"{summary.steps:,}{planned}", "steps", ""))
     tiles.append((span(summary.in_steps_s), "in steps", ""))
@@ -174,16 +177,16 @@ def _numbers(run: RunData) -> str:
         tiles.append((f"{summary.lag_mean:.2f}", f"mean lag{largest}", ""))
     if summary.busy_share is not None:
         tiles.append((f"{summary.busy_share:.0%}", "engines busy", ""))
-    # Only grave kinds count as anomalies; skips, drops and resumes are notes.
-    wrong = sum(count for kind, count in run.found.items() if kind in GRAVE)
-    tone = "worse" if wrong else "better"
-    noted = sum(run.found.values()) - wrong
-    also = f", {noted:,} notes" if noted else ""
-    noun = "anomaly" if wrong == 1 else "anomalies"
+    # Only the kinds in GRAVE count as anomalies; the others, such as drops and resumes, are notes.
+    grave = sum(count for kind, count in run.anomaly_counts.items() if kind in GRAVE)
+    tone = "worse" if grave else "better"
+    notes = sum(run.anomaly_counts.values()) - grave
+    also = f", {notes:,} {'note' if notes == 1 else 'notes'}" if notes else ""
+    noun = "anomaly" if grave == 1 else "anomalies"
     tiles.append(
         (
-            f'<span class="{tone}">{wrong or "No"}</span> {noun}',
-            f"found in the metrics{also}",
+            f'<span class="{tone}">{grave or "No"}</span> {noun}',
+            f"in the metrics{also}",
             "whole",
         )
     )
@@ -194,49 +197,50 @@ def _numbers(run: RunData) -> str:
 
 
 def _ends(finite: Floats) -> tuple[float, float] | None:
-    """Return the means of the first and the last values; None without values."""
+    """Return the means of the first and of the last part of the values; None without values."""
     if not len(finite):
         return None
-    # At least one value of a short run.
+    # Use at least one value of a short run.
     share = max(1, len(finite) // FIRST_SHARE)
     return float(finite[:share].mean()), float(finite[-share:].mean())
 
 
 def _wrong(run: RunData) -> str:
-    """Return a table of the anomalies, and the events that the run noted."""
+    """Return HTML of a table of the anomalies, gravest kind first, and of the run's events; empty
+    without any."""
     rows = []
     for kind, (title, colour) in KINDS.items():
-        # KINDS is sorted by gravity, and so is the table.
-        found = [anomaly for anomaly in run.anomalies if anomaly.kind == kind]
-        if not found:
+        anomalies = [anomaly for anomaly in run.anomalies if anomaly.kind == kind]
+        if not anomalies:
             continue
-        steps = steps_text([anomaly.step for anomaly in found])
+        count = run.anomaly_counts[kind]
+        steps = steps_text([anomaly.step for anomaly in anomalies])
         steps = (
             steps
             if len(steps) <= 60
-            # Cut at a comma, so that no step's number is cut.
-            else f"{run.found[kind]:,} steps, {steps[:48].rpartition(',')[0]}, …"
+            # Truncate at a comma, so that every number is complete.
+            else f"{count:,} steps, {steps[:48].rpartition(',')[0]}, …"
         )
-        details = [f"step {one.step}: {one.detail}" for one in found[:DETAILS]]
-        count = run.found[kind]
+        details = [f"step {one.step}: {one.detail}" for one in anomalies[:DETAILS]]
         more = [f"and {count - DETAILS:,} more"] if count > DETAILS else []
         rows.append(
             f'<tr><td><i class="dot" style="border-top-color:var(--{colour})"></i>'
             f"{html.escape(title)}</td><td>{html.escape(steps)}</td>"
             f"<td>{'<br>'.join(map(html.escape, details + more))}</td></tr>"
         )
-    # Texts of events and anomalies contain ids from the data: always escaped.
+    # Escape the texts of events and anomalies, because they contain ids from the data.
     dropped = f"<p>{html.escape(run.dropped.sentence)}.</p>" if run.dropped else ""
     events = "".join(f"<li>{html.escape(event.text)}</li>" for event in run.events[-EVENTS:])
-    noted = f"<h2>Noted during the run</h2><ul>{events}</ul>" if events else ""
-    if not rows and not dropped and not noted:
+    listed = f"<h2>Events</h2><ul>{events}</ul>" if events else ""
+    if not rows and not dropped and not listed:
         return ""
     table = f"<table>{''.join(rows)}</table>" if rows else ""
-    title = "<h2>What went wrong, or was dropped</h2>"
-    return f'<section class="card wrong">{title}{table}{dropped}{noted}</section>'
+    title = "<h2>Anomalies and dropped responses</h2>"
+    return f'<section class="card wrong">{title}{table}{dropped}{listed}</section>'
 
 
 def _tables(run: RunData) -> str:
+    """Return HTML of all tables."""
     return "\n".join(
         f'<section class="card"><h2>{html.escape(title)}</h2>{_table(facts)}</section>'
         for title, facts in tables_of(run)
@@ -252,7 +256,7 @@ def _table(facts: Sequence[tuple[str, str]]) -> str:
 
 
 def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (title, rows of (name, value)) of each table."""
+    """Return the title and the rows, as (name, value), of each table."""
     summary = run.summary
     result = [
         ("steps", f"{summary.steps:,}"),
@@ -265,14 +269,13 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
         result.append((f"held-out {summary.measure} after", f"{summary.after:.3f}"))
     if summary.lag_ends and not run.supervised:
         result.append(("lag of a token", f"{summary.lag_ends} versions"))
-    # The last value: drift of the whole run has no meaning as a mean.
     drift = run.rows.last("staleness/drift")
     if drift is not None:
         result.append(("staleness drift, last step", f"{drift:.3g}"))
     if summary.failed:
         result.append(("rewards that failed", f"{summary.failed:,}"))
-    if run.left_out:
-        result.append(("not shown, logged by another version", ", ".join(run.left_out)))
+    if run.omitted:
+        result.append(("metrics of another version, not shown", ", ".join(run.omitted)))
     result += [(f"gradients {name}", f"{count:,}") for name, count in summary.regimes.items()]
 
     counts = {"generated": summary.generated, "trained on": summary.trained}
@@ -280,9 +283,9 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
     speed.append(("throughput", f"{summary.tokens_per_s:,.0f} tokens/s"))
     speed.append(("time per step", f"{summary.in_steps_s / summary.steps:.2f} s"))
     speed += [
-        (f"of it {name}", f"{share:.1%}")
+        (f"share of the time: {name}", f"{share:.1%}")
         for name, share in summary.shares.items()
-        # Smaller shares would be shown as 0.0 %.
+        # A smaller share would be displayed as 0.0%.
         if share >= 0.0005
     ]
     if summary.busy_share is not None:
@@ -298,13 +301,13 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def config_part(config: Mapping[str, Any]) -> str:
-    """Return all settings of RUN/config.yaml, folded."""
+    """Return HTML with all settings of RUN/config.yaml, folded."""
     if not config:
         return (
-            '<section class="card"><h2>Configuration</h2><p>The run directory holds no config.yaml:'
-            " its settings, the bound of the lag and thresholds are not shown.</p></section>"
+            '<section class="card"><h2>Configuration</h2><p>The run directory has no config.yaml,'
+            " so the page shows no settings, no bound of the lag and no thresholds.</p></section>"
         )
-    # Written by the package's own YAML writer, so that the text can be used as a config.
+    # Use the package's YAML writer, so that the text is a valid config.
     text = write(dict(config))
     return (
         '<details class="card"><summary>Configuration</summary>'

@@ -1,8 +1,8 @@
-"""A panel: data, kind and labels, independent of how it is drawn. page.js draws it on a page, from
-`as_json`; report.py draws it on a picture.
+"""Description of a panel: its data, kind and labels, but not its drawing. page.js draws a panel on
+a page from `as_json`; report.py draws it on a picture.
 
 Invariant: the number of drawn points does not grow with the run. A curve has at most POINTS points,
-with its spikes; shades have at most CELLS columns.
+including its spikes; a grid has at most CELLS columns.
 """
 
 from __future__ import annotations
@@ -33,37 +33,43 @@ COLOURS = {
     "grey": "#9aa5b1",
     "pale": "#dde2e7",
 }
-"""Colour on white paper by name. page.css has the values for a dark theme."""
+"""Colours on a white background by name. page.css has the colours of the dark theme."""
 
 POINTS = 300
+"""Maximum number of points of a curve."""
 CELLS = 120
+"""Maximum number of columns of a grid."""
 SHADES = 10
+"""Number of shades of a grid's cells."""
 
 
 AxisForm = Literal["number", "share", "whole"]
 """Format of the numbers of an axis."""
 CurveStyle = Literal["line", "dotted", "points", "diamonds"]
 LegendKey = Literal["line", "dotted", "diamond"]
-"""Sign of a curve in a legend."""
+"""Symbol of a curve in a legend."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
+    """A curve of a panel."""
+
     name: str
+    """Name in the legend; a curve with an empty name is not in the legend."""
     colour: str
     """Name in COLOURS."""
     x: Floats
     """Ascending, shape [n]."""
     y: Floats
-    """Shape [n]; may hold NaN."""
+    """Shape [n]; may contain NaN."""
     style: CurveStyle = "line"
     trend: Floats | None = None
-    """Drawn as a wide light line below the curve, shape [n]."""
+    """Moving average, drawn as a wide light line below the curve; shape [n]."""
 
     @property
     def key(self) -> LegendKey:
-        """Sign of the curve in a legend."""
-        # One diamond marks a single measured point; several are joined by a line.
+        """Symbol of the curve in a legend."""
+        # Several diamonds are joined by a line, a single one is not.
         if self.style == "diamonds" and len(self.x) == 1:
             return "diamond"
         return "dotted" if self.style == "dotted" else "line"
@@ -71,7 +77,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A horizontal dashed line."""
+    """A horizontal dashed line at `value`."""
 
     name: str
     colour: str
@@ -80,7 +86,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Bar:
-    """Bar of a row, with its place on the horizontal axis."""
+    """A bar in a row, with its start and length on the horizontal axis."""
 
     row: int
     start: float
@@ -90,13 +96,13 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A panel of one of five kinds.
+    """A panel of one of five kinds:
 
-    - `lines`: curves over the steps;
-    - `stack`: curves on top of each other;
-    - `shades`: `grid` as cells, under curves;
-    - `columns`: a column of every curve for each category;
-    - `bars`: a row of `bars` for each category, from the top.
+    - `lines`: curves over the horizontal axis;
+    - `stack`: areas of the curves on top of each other;
+    - `shades`: `grid` as cells, below curves;
+    - `columns`: a column of each curve for every category;
+    - `bars`: a row of `bars` for each category, from top to bottom.
     """
 
     title: str
@@ -112,7 +118,7 @@ class Panel:
     bar_names: Mapping[str, str] = field(default_factory=dict)
     """Meaning of the bars by colour."""
     ends: Sequence[tuple[int, float]] = ()
-    """(step, place) of each upright line."""
+    """(step, position) of each vertical line, which marks the end of a step."""
     x_range: tuple[float, float] | None = None
     low: float | None = None
     high: float | None = None
@@ -120,22 +126,22 @@ class Panel:
     log: bool = False
     marks: Sequence[Anomaly] = ()
     empty: str = ""
-    """Text that is shown if there are no curves."""
+    """Text to show if there are no curves."""
     wide: bool = False
+    """True if the panel is as wide as the page."""
     overview: bool = False
-    """True if the panel is on the picture, too."""
+    """True if the picture contains the panel, too."""
 
     @property
     def legend(self) -> list[tuple[str, str, LegendKey]]:
-        """(name, colour, sign) of each entry."""
-        # A curve without a name is explained by the panel's title.
+        """(name, colour, symbol) of each entry."""
         named = [(one.name, one.colour, one.key) for one in self.curves if one.name]
         named += [(level.name, level.colour, "dotted") for level in self.levels]
         return named + [(name, colour, "line") for colour, name in self.bar_names.items()]
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON for page.js. Numbers that are not finite are null; the first of
-        consecutive steps represents them."""
+        """Return plain JSON for page.js. Numbers that are not finite become null. If the x of a
+        curve are consecutive integers, only the first is included."""
         return {
             "title": self.title,
             "unit": self.unit,
@@ -164,64 +170,65 @@ class Panel:
             "ends": [[step, round(at, 3)] for step, at in self.ends],
             "marks": [
                 [one.step, one.colour, f"{KINDS[one.kind][0]}: {one.detail}", one.kind in GRAVE]
-                # Grave marks first, because only the first POINTS of them are drawn.
+                # Sort grave marks to the front, because only the first POINTS marks are drawn.
                 for one in sorted(self.marks, key=lambda one: one.kind not in GRAVE)[:POINTS]
             ],
         }
 
 
 def _curve(curve: Curve, *, stacked: bool) -> dict[str, Any] | None:
-    """Return a curve for page.js; None if there is nothing to draw. `trend` is [x, y], which is
-    thinned at places of its own."""
+    """Return the JSON of a curve; None if there is nothing to draw. Its `trend` is [x, y], because
+    the trend is thinned separately."""
     if stacked:
-        # Curves of a stack are added up, so all of them keep the same places.
+        # Thin all curves of a stack at the same steps, because page.js adds them.
         every = max(1, -(-len(curve.x) // POINTS))
         x, y = curve.x[::every], curve.y[::every]
     else:
         x, y = thin(curve.x, curve.y, POINTS)
     trend = None
     if curve.trend is not None:
-        # A moving average needs fewer points than the curve below it.
+        # A moving average is smooth, so half the points are enough.
         smooth_x, smooth_y = thin(curve.x, curve.trend, POINTS // 2)
-        trend = [_places(smooth_x), _numbers(smooth_y)]
-    # A curve of NaN alone would leave its entry in the legend and no line.
+        trend = [_positions(smooth_x), _numbers(smooth_y)]
     if trend is None and not np.isfinite(y).any():
         return None
     return {
         "name": curve.name,
         "colour": curve.colour,
         "style": curve.style,
-        "x": _places(x),
+        "x": _positions(x),
         "y": _numbers(y),
         "trend": trend,
     }
 
 
-def _places(x: Floats) -> int | list[float]:
-    # Steps are usually 1, 2, 3, ...: one number instead of a list keeps the page small.
+def _positions(x: Floats) -> int | list[float]:
+    # Steps are usually consecutive; their first number alone keeps the page small.
     consecutive = len(x) > 0 and bool((np.diff(x) == 1).all()) and x[0] == int(x[0])
-    return int(x[0]) if consecutive else [float(f"{place:.6g}") for place in x]
+    return int(x[0]) if consecutive else [float(f"{position:.6g}") for position in x]
 
 
 def _numbers(y: Floats) -> list[float | None]:
-    # Five digits are more than a screen shows, and JSON of floats has up to 17.
+    # Round to five digits, more than a screen shows: JSON would have up to 17.
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in y]
 
 
 def shades_of(grid: tuple[Floats, Floats]) -> Iterator[tuple[int, int, float, float]]:
-    """Yield (row, depth from 1 to SHADES, start, end) of each stretch of one depth."""
+    """Yield (row, depth from 1 to SHADES, start, end) of each rectangle of a grid. Cells with share
+    0 have none."""
     steps, shares = grid
     # Neighbouring steps share a cell, so that the page does not grow with the run.
     groups = np.array_split(np.arange(len(steps)), min(CELLS, len(steps)))
     means = np.stack([shares[:, group].mean(axis=1) for group in groups], axis=1)
-    # The 90th percentile: a single concentrated step must not make all others pale.
+    # Scale by the 90th percentile: with the maximum, one concentrated step would make all others
+    # pale.
     deepest = max(1e-9, float(np.quantile(means.max(axis=0), 0.9)))
-    # Rounded up: a bin with a single token is pale, not invisible.
+    # Round up, so that a bin with a single token is visible.
     depths = np.where(means > 0, np.ceil(SHADES * np.minimum(1.0, means / deepest)), 0)
-    # Half a step to each side: cells touch, and a single step has a width.
+    # Extend by half a step at both ends, so that a single step has a width.
     edges = [steps[group[0]] - 0.5 for group in groups] + [steps[-1] + 0.5]
     for row, values in enumerate(depths):
-        # Neighbouring cells of one depth become one rectangle, which keeps the page small.
+        # Merge neighbouring cells of one depth into one rectangle, which keeps the page small.
         breaks = np.flatnonzero(np.diff(values)) + 1
         for stretch in np.split(np.arange(len(values)), breaks):
             if values[stretch[0]] > 0:

@@ -1,6 +1,6 @@
-"""The panels of a run: learning, lag, engines, time, and what `mar simulate` predicted.
+"""Panels of a run: learning, lag, engines, time, and the predictions of `mar simulate`.
 
-A panel of plain curves is one entry of a table below. The others have a function each.
+A panel that shows only curves of metrics is a `_PanelGroup`. Each other panel has its own function.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megatron_async_rl.report.panel import AxisForm, Bar, Curve, CurveStyle, Lev
 from megatron_async_rl.report.run_data import IN_A_STEP, REGIMES, RunData
 
 PART = "reward/part/"
-"""Prefix of the metrics of a reward's parts."""
+"""Prefix of the metrics of the reward's parts."""
 PART_COLOURS = ("blue", "green", "amber", "purple", "teal", "red", "brown")
 PASS_COLOURS = ("blue", "green", "purple", "amber", "muted")
 REGIME_COLOURS = ("green", "amber", "red")
-"""Colour of a regime by its code in `gac/regime`."""
+"""Colours of the regimes, indexed by the code in `gac/regime`."""
 ENGINE_COLOURS = ("blue", "green", "amber", "purple", "red", "teal", "brown", "muted")
-"""Colours by the engine's number; they repeat."""
+"""Colours of the engines in order; further engines repeat them."""
 TIME_COLOURS = {"training": "blue", "publishing": "purple", "waiting": "amber", "other": "grey"}
 STATE_COLOURS = {
     "training": "blue",
@@ -48,38 +48,37 @@ STATE_COLOURS = {
     "asleep": "grey",
     "idle": "pale",
 }
-"""Colour of a process's state in its timeline; other states are drawn in ink."""
+"""State in a timeline -> colour. Other states are drawn in `ink`."""
 ENGINES_SHOWN = 32
 TRACKS_SHOWN = 12
 BARS = 600
-"""Resolution of a row of the timeline. Shorter spans are merged, so a row has at most twice as many
-bars."""
+"""Resolution of a row of the timeline: spans below 1 / BARS of the window are merged, so a row has
+at most 2 * BARS bars."""
 
 SIMULATION = "simulation.json"
-"""File of the run directory with lists of equal length under `async_ratio` and each of
-PREDICTED."""
+"""File in the run directory: lists of equal length under `async_ratio` and each of PREDICTED."""
 PREDICTED = ("tokens_per_s", "engine_busy", "trainer_busy", "lag_mean")
 
 
 @dataclass(frozen=True)
 class _PanelGroup:
-    """A panel of curves over the steps."""
+    """Description of a panel with curves of metrics over the steps."""
 
     title: str
     unit: str
     keys: Sequence[tuple[str, str, str]]
-    """(metric, name of its curve, colour)."""
+    """(metric, name of its curve, colour) of each curve."""
     low: float | None = None
     high: float | None = None
     log: bool = False
-    """Draw a logarithmic axis if the values span decades."""
+    """Use a logarithmic axis if the values span more than a factor of 20."""
     form: AxisForm = "number"
     wide: bool = False
     overview: bool = False
     held_out: bool = False
-    """Draw the held-out evaluations, too."""
+    """Also draw the held-out evaluations."""
     compared: bool = False
-    """Draw the first metric of the run that `observe.beside` names, too."""
+    """Also draw the first metric of the run in `observe.beside`."""
 
 
 _REWARD = _PanelGroup(
@@ -124,7 +123,7 @@ _SAMPLED = (
         "share",
         [
             ("response/truncated", "truncated", "red"),
-            ("response/mixed_versions", "of several versions", "purple"),
+            ("response/mixed_versions", "several weight versions", "purple"),
             ("reward/equal_groups", "groups of equal reward", "amber"),
         ],
         low=0,
@@ -170,12 +169,12 @@ _ENGINES: tuple[tuple[str, str, str, AxisForm], ...] = (
     ("Weights of each engine", "versions behind the policy", "engine/versions", "whole"),
     ("Tokens sampled per engine", "since the last step", "engine/tokens", "number"),
 )
-"""(title, unit, metric with a number per engine, form)."""
+"""(title, unit, metric with a value per engine, form)."""
 
 
 def panels_of(run: RunData) -> list[Panel]:
-    """Return the panels for which the run has data, in the order of the page. The first is the main
-    one."""
+    """Return the panels of a run in the order of the page, the main panel first. Omits most panels
+    for which the run has no data."""
     if run.supervised:
         panels = _curves(run, _LOSS)
     else:
@@ -192,7 +191,7 @@ def panels_of(run: RunData) -> list[Panel]:
 
 
 def _curves(run: RunData, group: _PanelGroup) -> list[Panel]:
-    """Return the panel of a group; nothing if the run has no data for it."""
+    """Return the panel of a group; empty if the run has no data for it."""
     drawn = [_curve(run, *key, log=group.log) for key in group.keys]
     if group.held_out:
         drawn.append(_held_out(run, "held out", "red"))
@@ -220,13 +219,14 @@ def _curves(run: RunData, group: _PanelGroup) -> list[Panel]:
 
 
 def _spans_decades(values: Floats) -> bool:
-    """Return whether a linear axis would hide the small values."""
-    above = values[np.isfinite(values) & (values > 0)]
-    return bool(len(above) and above.max() > 20 * above.min())
+    """Return True if a linear axis would hide the small values."""
+    positive = values[np.isfinite(values) & (values > 0)]
+    return bool(len(positive) and positive.max() > 20 * positive.min())
 
 
 def _curve(run: RunData, key: str, name: str, colour: str, *, log: bool = False) -> Curve | None:
-    """Return a metric and its trend; with `log`, the trend is the geometric mean."""
+    """Return the curve of a metric with its trend, which is a geometric mean with `log`; None if no
+    row has the metric."""
     steps, values, trend = run.rows.curve(key, log=log)
     if not len(steps):
         return None
@@ -234,13 +234,14 @@ def _curve(run: RunData, key: str, name: str, colour: str, *, log: bool = False)
 
 
 def _trend(run: RunData, key: str) -> Curve | None:
-    """Return the moving average of a metric of another run, in grey."""
+    """Return the moving average of a metric of another run, in grey; None if no row has it."""
     steps, values, trend = run.rows.curve(key)
     y = values if trend is None else trend
     return Curve(name=run.name, colour="grey", x=steps, y=y, style="dotted") if len(steps) else None
 
 
 def _held_out(run: RunData, name: str, colour: str) -> Curve | None:
+    """Return the curve of the held-out evaluations; None without any."""
     versions = run.evaluations.versions.astype(np.float64)
     if not len(versions):
         return None
@@ -251,7 +252,7 @@ def _parts(run: RunData) -> _PanelGroup:
     keys = [key for key in run.rows.names() if key.startswith(PART)]
     colours = itertools.cycle(PART_COLOURS)
     curves = [(key, key.removeprefix(PART), next(colours)) for key in keys]
-    return _PanelGroup("Parts of the reward", "means, before they are weighted", curves)
+    return _PanelGroup("Parts of the reward", "means before weighting", curves)
 
 
 def _pass_at(run: RunData) -> Panel:
@@ -276,7 +277,7 @@ def _lag(run: RunData) -> Panel:
         x, y = run.rows.column(f"lag/{key}")
         if len(x):
             curves.append(Curve(name=key, colour=colour, x=x, y=y, style=style))
-    # Lag is a whole number, so the scheduler admits up to the ratio, rounded up.
+    # The scheduler admits groups up to the ratio rounded up, because a lag is an integer.
     bound = None if run.lag_bound is None else float(np.ceil(run.lag_bound))
     largest = [float(curve.y[np.isfinite(curve.y)].max(initial=0)) for curve in curves]
     return Panel(
@@ -299,15 +300,15 @@ def _cosine(run: RunData) -> Panel:
     codes = numbers(rows, "gac/regime")
     curves = []
     if (trend := smooth(cosines)) is not None:
-        # A curve without values draws the trend alone: the points follow, coloured by regime.
-        nothing = np.full(len(steps), np.nan)
-        curves.append(Curve(name="", colour="ink", x=steps, y=nothing, trend=trend))
+        # This curve has only a trend. The curves below have the points, coloured by regime.
+        no_values = np.full(len(steps), np.nan)
+        curves.append(Curve(name="", colour="ink", x=steps, y=no_values, trend=trend))
     for code, (name, colour) in enumerate(zip(REGIMES, REGIME_COLOURS, strict=True)):
-        chosen = codes == code
-        if chosen.any():
-            # Rows of a long run are thinned; its summary counts all of them.
-            count = run.summary.regimes[name] if run.rows.thinned else chosen.sum()
-            x, y = steps[chosen], cosines[chosen]
+        in_regime = codes == code
+        if in_regime.any():
+            # The rows of a long run are thinned, but its summary counts all of them.
+            count = run.summary.regimes[name] if run.rows.thinned else in_regime.sum()
+            x, y = steps[in_regime], cosines[in_regime]
             label = f"{name} ({count})"
             curves.append(Curve(name=label, colour=colour, x=x, y=y, style="points"))
     if run.beside is not None and (other := _trend(run.beside, "gac/cosine")) is not None:
@@ -322,9 +323,9 @@ def _cosine(run: RunData) -> Panel:
         unit="cosine",
         curves=curves,
         levels=levels,
-        empty="the first cosine comes with the second step"
+        empty="the second step logs the first cosine"
         if run.gac
-        else "no gradient alignment control in this run",
+        else "this run has no gradient alignment control",
         overview=True,
     )
 
@@ -344,7 +345,7 @@ def _step_time(run: RunData) -> Panel:
         for name, values in parts.items()
     ]
     return Panel(
-        title="What a step's time goes into",
+        title="Time of a step by activity",
         unit="seconds per step",
         kind="stack",
         curves=curves,
@@ -389,23 +390,23 @@ def _lengths(run: RunData) -> Panel:
         title="Lengths of the responses",
         unit="share of the responses",
         kind="columns",
-        x_label="tokens" if run.dropped else "tokens; nothing was dropped",
+        x_label="tokens" if run.dropped else "tokens; no responses were dropped",
         categories=names,
         curves=curves,
         low=0,
         form="share",
-        empty="no lengths were logged",
+        empty="the run has logged no lengths",
         overview=True,
     )
 
 
 def simulation(run: RunData) -> list[Panel]:
-    """Return predicted speed-up, busy shares and lag over async_ratio, with a diamond for the run
-    itself; nothing without a readable prediction."""
+    """Return the panels of predicted speed-up, busy shares and lag over async_ratio, with a diamond
+    for the measured value; empty without a readable prediction."""
     try:
-        found = json.loads((run.run_dir / SIMULATION).read_text(encoding="utf-8"))
+        predictions = json.loads((run.run_dir / SIMULATION).read_text(encoding="utf-8"))
         ratios, *values = (
-            np.array(found[key], dtype=np.float64) for key in ("async_ratio", *PREDICTED)
+            np.array(predictions[key], dtype=np.float64) for key in ("async_ratio", *PREDICTED)
         )
         speed, engines, trainer, lags = (one[np.argsort(ratios)] for one in values)
         ratios, speed_up = np.sort(ratios), speed / speed[0]
@@ -423,11 +424,11 @@ def simulation(run: RunData) -> list[Panel]:
         *curve("engines", "green", engines, summary.busy_share),
         *curve("trainer", "blue", trainer),
     )
-    faster = curve("tokens a second", "blue", speed_up, summary.tokens_per_s / speed[0])
+    faster = curve("tokens per second", "blue", speed_up, summary.tokens_per_s / speed[0])
     shown: tuple[tuple[str, str, AxisForm, Sequence[Curve]], ...] = (
-        ("Speed-up", f"over async_ratio {ratios[0]:g}", "number", list(faster)),
+        ("Speed-up", f"relative to async_ratio {ratios[0]:g}", "number", list(faster)),
         ("Busy", "share of the time", "share", list(busy)),
-        ("Lag", "versions, mean", "number", list(curve("lag", "amber", lags, summary.lag_mean))),
+        ("Lag", "mean, versions", "number", list(curve("lag", "amber", lags, summary.lag_mean))),
     )
     return [
         Panel(
@@ -446,7 +447,7 @@ def simulation(run: RunData) -> list[Panel]:
 
 
 def _timeline(run: RunData) -> Panel:
-    """Return one row of bars per process over the seconds of the last steps."""
+    """Return the panel with a row of bars for each process, over the time of the last steps."""
     window = run.window
     assert window is not None
     tracks = list(window.tracks)[:TRACKS_SHOWN]
@@ -463,10 +464,10 @@ def _timeline(run: RunData) -> Panel:
             colour = STATE_COLOURS.get(state, "ink")
             names[colour] = f"{names[colour]}, {state}" if colour in names else state
     return Panel(
-        title=f"What each process did, last {len(window.steps)} steps",
+        title=f"Activity of each process, last {len(window.steps)} steps",
         unit="",
         kind="bars",
-        x_label="seconds; an upright line is the end of a step",
+        x_label="seconds; vertical lines mark the ends of steps",
         categories=tracks,
         bars=[
             Bar(row, start - window.start, end - start, STATE_COLOURS.get(state, "ink"))
@@ -481,8 +482,8 @@ def _timeline(run: RunData) -> Panel:
 
 
 def merge_short(spans: Sequence[Span], shortest: float) -> Iterator[tuple[str, float, float]]:
-    """Yield (state, start, end) of each span. Neighbours shorter than `shortest` seconds become
-    pieces of that length, in the state that took most of each."""
+    """Yield (state, start, end) of each span. Consecutive spans shorter than `shortest` seconds are
+    merged into pieces of about that length, each with the state that took the most time in it."""
     short: list[Span] = []
     for span in [*spans, None]:
         ended = span is None or span.seconds >= shortest

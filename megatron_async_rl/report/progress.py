@@ -1,9 +1,9 @@
-"""Terminal output of `mar train` and `mar eval`: a live panel, or lines in a pipe, and a summary.
+"""Terminal output of `mar train` and `mar eval`: a live panel or, in a pipe, lines; and a summary.
 
 Invariants:
-- the display reads a run's files only, so that it cannot disturb the run;
-- it reads each line of metrics once, and of the lines before its start only the newest, however
-  long the run is.
+- the display only reads files of the run, so it cannot disturb the run;
+- it reads each line of metrics once. Of the lines from before its start, it reads only the newest,
+  so its memory does not depend on the length of the run.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from megatron_async_rl.watchdog.events import Status, read_status
 REDRAW_S = 0.5
 PLAIN_EVERY_S = 5.0
 NEWEST_BYTES = 2**21
-"""Number of bytes of earlier metrics that the panel shows."""
+"""Number of bytes of earlier metrics that the panel reads."""
 WARNED = ("gradient", "nonfinite")
-"""Anomalies that are reported at once. The launcher reports the loss of an engine."""
+"""Kinds of anomalies with a warning. The launcher warns about the loss of an engine."""
 WIDTH = 92
 SPARK_WIDTH = 16
 RECENT = 240
-"""Number of rows that the panel draws."""
+"""Number of last rows that the panel uses."""
 PACE = 20
-"""Number of rows over which speed and shares of time are measured."""
+"""Number of last rows over which speed and shares of time are measured."""
 PROMPT_SHOWN = 60
-"""Number of last characters of a prompt that are shown."""
+"""Maximum number of characters of a prompt; the panel shows its end."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*#%"
 REGIME_STYLES = ("green", "yellow", "red")
@@ -65,7 +65,7 @@ REGIME_STYLES = ("green", "yellow", "red")
 
 @dataclass
 class DisplayState:
-    """Everything that is known when the panel is drawn."""
+    """Content of the display."""
 
     run_dir: str
     steps: int
@@ -76,15 +76,15 @@ class DisplayState:
     silence_s: float = 0.0
     """Seconds since the last row."""
     anomalies: int = 0
-    """Number of anomalies in WARNED so far."""
+    """Number of anomalies of the kinds in WARNED so far."""
     warning: str = ""
     """Text of the newest warning."""
     sample: Sample | None = None
-    """The newest sample that was trained on."""
+    """The newest trained sample."""
 
     @property
     def phase(self) -> tuple[str, str]:
-        """(phase, detail)."""
+        """(phase, detail) of the status."""
         return (self.status.phase, self.status.detail) if self.status else ("starting", "the ranks")
 
     @property
@@ -100,7 +100,7 @@ class DisplayState:
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of the recent steps."""
+        """Median duration of the recent steps in seconds."""
         seconds = self.recent("time/step_s")
         return statistics.median(seconds) if seconds else None
 
@@ -117,12 +117,12 @@ class DisplayState:
 
     @property
     def measure(self) -> str:
-        """`reward`, or `loss` of a supervised run."""
+        """`reward`, or `loss` for a supervised run."""
         return self.status.measure if self.status else "reward"
 
     @property
     def held_out(self) -> str:
-        """Held-out reward or loss before the first step and in the newest evaluation."""
+        """Text with the held-out result before the first step and of the last evaluation."""
         key = "eval/loss" if self.measure == "loss" else "eval/mean"
         parts = []
         if self.status is not None and self.status.before is not None:
@@ -135,15 +135,15 @@ class DisplayState:
 
     @property
     def sampled(self) -> bool:
-        """True if the newest step trained on samples; otherwise reward and lag have no meaning."""
+        """True if the newest step trained on samples, so that reward and lag have a meaning."""
         return self.measure != "loss" and self.latest("ratio/ess_ratio") is not None
 
     def latest(self, key: str) -> float | None:
-        """Value in the newest row; None if it has no such number."""
+        """Return the number in the newest row; None if the row has none."""
         return number(self.rows[-1], key) if self.rows else None
 
     def recent(self, key: str) -> list[float]:
-        """Finite values of the last PACE rows."""
+        """Return the finite values of the last PACE rows."""
         values = (number(row, key) for row in list(self.rows)[-PACE:])
         return [value for value in values if value is not None and math.isfinite(value)]
 
@@ -153,8 +153,8 @@ class DisplayState:
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH, blocks: str = BLOCKS) -> str:
-    """Draw at most `width` characters, each the mean of its share of the finite `values`, scaled to
-    the smallest and the largest mean."""
+    """Return at most `width` characters that show the finite `values`. Each character is the mean
+    of an equal part of them, scaled to the range of the means."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -167,7 +167,7 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH, blocks: str = B
 
 
 def live_panel(state: DisplayState, *, ascii_only: bool) -> RenderableType:
-    """Draw the live display, about ten lines."""
+    """Return the live display, about ten lines high."""
     now = Text(f"{state.now}  {span(state.phase_s)}", style="bold cyan")
     head = _two_ends(now, Text(f"elapsed {span(state.elapsed_s)}", style="dim"))
     left = f"about {span(state.left_s)} left" if state.left_s is not None else ""
@@ -177,8 +177,8 @@ def live_panel(state: DisplayState, *, ascii_only: bool) -> RenderableType:
     body.add_column(style="dim", no_wrap=True, min_width=8)
     body.add_column(no_wrap=True, min_width=SPARK_WIDTH + 7)
     body.add_column(no_wrap=True, overflow="ellipsis", style="dim")
-    for name, value, aside, style in _lines(state, ASCII_BLOCKS if ascii_only else BLOCKS):
-        body.add_row(name, Text(value, style=style), Text(aside))
+    for name, value, remark, style in _lines(state, ASCII_BLOCKS if ascii_only else BLOCKS):
+        body.add_row(name, Text(value, style=style), Text(remark))
 
     parts: list[RenderableType] = [head, steps]
     if body.row_count:
@@ -187,7 +187,7 @@ def live_panel(state: DisplayState, *, ascii_only: bool) -> RenderableType:
         parts += ["", _sample(state.sample)]
     if state.warning:
         count = f" ({state.anomalies} anomalies so far)" if state.anomalies > 1 else ""
-        # As Text: a warning may hold square brackets, which are markup in a str.
+        # Text, because a str with square brackets would be parsed as markup.
         parts.append(Text(f"warning: {state.warning}{count}", style="bold red"))
     return Panel(
         Group(*parts), title=state.run_dir, title_align="left", border_style="dim", width=WIDTH
@@ -203,12 +203,12 @@ def _two_ends(left: RenderableType, right: RenderableType) -> Table:
 
 
 def _sample(sample: Sample) -> RenderableType:
-    """Draw two lines: reward and end of the prompt, and the beginning of the response."""
+    """Return two lines: reward and end of the prompt, and the beginning of the response."""
     grid = Table.grid(expand=True, padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, min_width=8)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     reward = f"reward {sample.reward:.3f}" if sample.valid else "reward failed"
-    # Text of a sample is untrusted: `visible` escapes control characters, Text ignores markup.
+    # A sample is untrusted: `visible` escapes control characters, and Text does not parse markup.
     prompt = " ".join(visible(sample.prompt.text).split())
     shown = prompt if len(prompt) <= PROMPT_SHOWN else "…" + prompt[-PROMPT_SHOWN:]
     grid.add_row("sample", Text.assemble((reward, "bold"), "  ", (shown, "dim")))
@@ -217,7 +217,7 @@ def _sample(sample: Sample) -> RenderableType:
 
 
 def _lines(state: DisplayState, blocks: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (name, value, remark, style) of each number that the newest row has."""
+    """Yield (name, value, remark, style) of each line that has data in the newest row."""
     reward, loss = state.latest("reward/mean"), state.latest("policy/loss")
     if reward is not None and state.sampled:
         trend = state.trend("reward/mean", blocks)
@@ -249,7 +249,7 @@ def _lines(state: DisplayState, blocks: str) -> Iterator[tuple[str, str, str, st
         yield "engines", value, remark, "" if alive == engines else "yellow"
     if (speed := state.tokens_per_s) is not None:
         publish = state.latest("time/publish_s")
-        # A supervised run publishes to no engine.
+        # A supervised run has no engines to publish to.
         published = publish is not None and sum(state.recent("tokens/generated")) > 0
         remark = f"new weights published in {publish:.2f} s" if published else ""
         yield "speed", f"{speed:,.0f} tokens/s", remark, ""
@@ -264,7 +264,7 @@ def _lines(state: DisplayState, blocks: str) -> Iterator[tuple[str, str, str, st
 
 
 def plain_line(state: DisplayState) -> str:
-    """Return the panel's main numbers in one line, for a file or a pipe."""
+    """Return a line with the main numbers of the panel, for a file or a pipe."""
     parts = [f"[{span(state.elapsed_s)}]", state.now]
     if state.rows:
         parts.append(f"step {state.done}/{state.steps}")
@@ -289,8 +289,8 @@ def plain_line(state: DisplayState) -> str:
 
 
 class Progress:
-    """Display of a running run: a live panel on a terminal; elsewhere a line every few seconds and
-    at each new phase."""
+    """Display of an active run: a live panel on a terminal, else a line every few seconds and for
+    each new phase."""
 
     def __init__(self, run_dir: Path, total_steps: int, console: Console) -> None:
         self._run_dir = run_dir
@@ -309,7 +309,7 @@ class Progress:
             self._live.start()
 
     def update(self) -> None:
-        """Read the new rows and redraw if due. Cheap: call it a few times a second."""
+        """Read new rows, and redraw if due. Fast enough to be called several times per second."""
         now = time.monotonic()
         self._read(now)
         state, drawn = self._state, self._drawn_phase
@@ -318,8 +318,8 @@ class Progress:
                 return
             self._draw(self._live)
         else:
-            news = state.phase != drawn or state.done != self._drawn_step
-            due = news and now - self._drawn_at >= PLAIN_EVERY_S
+            changed = state.phase != drawn or state.done != self._drawn_step
+            due = changed and now - self._drawn_at >= PLAIN_EVERY_S
             if state.phase[0] == drawn[0] and not due:
                 return
             self._print(plain_line(state))
@@ -355,26 +355,26 @@ class Progress:
         try:
             return self._reader.new_rows()
         except UserError as error:
-            # A damaged line must not end the run; reading continues behind it.
+            # A damaged line must not end the display, which continues with the next line.
             problem = error.problems[0]
             self._warn(f"{problem.key} {problem.what}")
             return NewRows([], restarted=False)
 
     def _read(self, now: float) -> None:
         state = self._state
-        news = self._new_rows()
-        if news.restarted:
+        new = self._new_rows()
+        if new.restarted:
             state.rows.clear()
             self._anomalies = AnomalyFinder(self._run_dir)
-        if news.rows:
-            state.rows.extend(news.rows)
+        if new.rows:
+            state.rows.extend(new.rows)
             self._last_row = now
-        for anomaly in self._anomalies.find(news.rows):
+        for anomaly in self._anomalies.find(new.rows):
             if anomaly.kind in WARNED:
                 state.anomalies += 1
                 self._warn(f"step {anomaly.step}: {KINDS[anomaly.kind][0]}, {anomaly.detail}")
         earlier, status = state.phase, read_status(self._run_dir)
-        # The status of an earlier start of the run stays in the file until this one writes its own.
+        # Ignore the status of an earlier start, which is in the file until this start writes one.
         state.status = None if status == self._earlier_status else status
         if state.phase != earlier:
             self._phase_began = now
@@ -384,16 +384,16 @@ class Progress:
 
 
 def print_facts(facts: Sequence[tuple[str, str | Text]], console: Console) -> None:
-    """Print (name, value) pairs, one per line, with the values in one column. A value longer than
-    the line stays whole, so that a path can be copied."""
+    """Print (name, value) pairs, one per line, with the values in one column. Long values are not
+    wrapped, so that a path can be copied."""
     width = max((len(name) for name, _ in facts), default=0)
     for name, value in facts:
-        # As Text: nothing in a value is markup.
+        # Text, because a value must not be parsed as markup.
         console.print(Text.assemble((name.ljust(width), "dim"), "  ", value), soft_wrap=True)
 
 
 def print_summary(run_dir: Path, console: Console) -> None:
-    """Print the result of a run: held-out reward or loss, steps, tokens, time, and its files."""
+    """Print the results of a run: held-out reward or loss, steps, tokens, time and files."""
     summary, other = _read_whole(run_dir)
     facts: list[tuple[str, str | Text]] = []
     if summary.before is not None and summary.after is not None:
@@ -429,22 +429,22 @@ def _change(before: float, after: float, style: str = "") -> Text:
 
 
 def _read_whole(run_dir: Path) -> tuple[Summary, RunData | None]:
-    """Return the summary of a run, and the run that `observe.beside` names. A run that cannot have
-    a report, such as a run without a step, has a summary, too."""
+    """Return (summary of a run, data of the run in `observe.beside`). A run without a report, such
+    as a run without a finished step, has a summary, too."""
     try:
         run = read_run(run_dir, alone=False)
         return run.summary, run.beside
     except UserError:
         rows = MetricRows()
-        for news in MetricsReader(run_dir).blocks():
-            rows.add(news.rows)
+        for block in MetricsReader(run_dir).blocks():
+            rows.add(block.rows)
         return summarise_run(rows, read_status(run_dir)), None
 
 
 @contextmanager
 def sampling_progress(console: Console, prompts: int) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal, elsewhere a line every few seconds. Yields a function that takes
-    the number of answered prompts and of their tokens."""
+    """Show a progress bar on a terminal, else a line every few seconds. Yields a function to call
+    with (number of finished prompts, number of sampled tokens)."""
     started = shown = time.monotonic()
 
     def rate(tokens: int) -> str:
@@ -474,7 +474,7 @@ def sampling_progress(console: Console, prompts: int) -> Iterator[Callable[[int,
 
 
 def show_evaluation(result: Mapping[str, Any], file: str, console: Console) -> None:
-    """Print the JSON of one evaluation, which was written to `file`."""
+    """Print the result of an evaluation, as written to `file`."""
     facts: list[tuple[str, str | Text]] = []
     every = (result, *result.get("others", ()))
     for one in every:

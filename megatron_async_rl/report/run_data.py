@@ -1,7 +1,8 @@
-"""A run directory, read for the report, the dashboard and the terminal: metrics, status,
-configuration, and the totals that follow from them.
+"""Data of a run for the report, the dashboard and the terminal: metrics, status, config, and totals
+computed from them.
 
-Invariant: nothing here is in a run's memory, so any run can be read, also while it writes.
+Invariant: the data comes only from files of the run directory, so any run can be read, even while
+it is active.
 """
 
 from __future__ import annotations
@@ -33,24 +34,23 @@ from megatron_async_rl.watchdog import events
 from megatron_async_rl.watchdog.events import Event, Status, read_events, read_status
 
 REGIMES = ("kept", "projected", "skipped")
-"""Name of a step's regime by its code in `gac/regime`."""
+"""Names of the regimes, indexed by the code in `gac/regime`."""
 IN_A_STEP = {
     "training": "time/train_s",
     "publishing": "time/publish_s",
     "waiting": "time/wait_batch_s",
 }
-"""Metric of the seconds that rank 0 spent in each part of a step."""
+"""Part of a step -> metric of the seconds that rank 0 spent in it."""
 REASONS = {"flow/dropped_late": "late", "flow/dropped_equal": "of equal reward"}
-"""Reason for which groups were dropped, by the metric that counts them."""
+"""Metric that counts dropped groups -> reason."""
 WINDOW_STEPS = 12
-"""Number of last steps whose timeline is shown."""
+"""Number of last steps in the timeline."""
 EVENT_BYTES = 2**20
 """Number of bytes at the end of events.jsonl that are read."""
 STOP_S, STOP_STEPS = 60.0, 10
-"""Between two steps that are further apart than this many seconds and median steps, the run was
-stopped."""
+"""Limits of the time between two steps (seconds, median steps). Above both, the run had stopped."""
 PARTS = 4
-"""Number of activities shown per process."""
+"""Maximum number of activities per process in the table of the last steps."""
 
 
 class _RunControl(BaseModel):
@@ -74,7 +74,8 @@ class _ShownObserve(BaseModel):
 
 
 class _ShownSettings(BaseModel):
-    """Settings that the report uses. All others may be those of any version."""
+    """Settings that the report uses. Others are not checked, because another version may have
+    written the config."""
 
     flow: _ShownFlow | None = None
     controls: list[Annotated[_RunControl, BeforeValidator(bare_name)]] | None = None
@@ -83,39 +84,42 @@ class _ShownSettings(BaseModel):
 
 
 class ReportError(UserError):
-    """The run directory holds nothing to report."""
+    """Error for a missing directory, a run without a finished step, or an invalid config.yaml."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
+    """Totals of a run."""
+
     steps: int
     in_steps_s: float
-    """Sum of the steps' seconds, without start-up, evaluation, checkpoints and stops."""
+    """Total seconds of the steps, without start-up, evaluation, checkpoints and stops."""
     generated: int
+    """Number of sampled response tokens. `trained`: number of trained ones."""
     trained: int
     failed: int
     """Number of samples whose reward failed."""
     shares: Mapping[str, float]
-    """Share of `in_steps_s` by part of a step; with `other` they sum to 1."""
+    """Part of a step -> share of `in_steps_s`. The shares, including `other`, sum to 1."""
     regimes: Mapping[str, int]
-    """Number of steps by the decision of gradient alignment control; empty without it."""
+    """Decision of the gradient alignment control -> number of steps; empty without the control."""
     busy_share: float | None
-    """Mean over engines and steps; None if no metric counts engines."""
+    """Mean over engines and steps; None if no row has it."""
     alive: tuple[int, int] | None
-    """Number of engines that take requests at the end, and number of all engines."""
+    """(engines that accept requests, all engines) at the end; None if no row has it."""
     restarts: int
     lag_mean: float | None
-    """Mean lag in weight versions over all trained tokens."""
+    """Mean lag over all trained tokens in weight versions."""
     lag_max: int | None
     before: float | None
-    """Held-out `measure` before the first step, and `after` the last one."""
+    """Held-out `measure` before the first step. `after`: after the last step."""
     after: float | None
     measure: str
-    """`reward`, or `loss` of a supervised run."""
+    """`reward`, or `loss` for a supervised run."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Response tokens per second in steps: generated, or trained on in a supervised run."""
+        """Sampled response tokens (trained ones in a supervised run) per second in steps."""
         return (self.generated or self.trained) / self.in_steps_s if self.in_steps_s > 0 else 0.0
 
     @property
@@ -126,6 +130,7 @@ class Summary:
 
 
 def summarise_run(rows: MetricRows, status: Status | None) -> Summary:
+    """Return the totals of the rows. `status` has the held-out results."""
     in_steps = rows.total("time/step_s")
     shares = {
         name: rows.total(key) / in_steps if in_steps > 0 else 0.0 for name, key in IN_A_STEP.items()
@@ -152,11 +157,8 @@ def summarise_run(rows: MetricRows, status: Status | None) -> Summary:
 
 
 def _regimes(rows: MetricRows) -> dict[str, int]:
-    """Number of optimizer steps in each regime; empty without the control.
-
-    A line of metrics may cover several optimizer steps, so the run's own counts are used if it
-    logged them, and the number of lines otherwise.
-    """
+    """Return the number of optimizer steps in each regime; empty without the control."""
+    # Prefer the control's own counts, because a row may cover several optimizer steps.
     if rows.has("gac/kept"):
         keys = ("gac/kept", "gac/projected", "gac/skips")
         return {name: int(rows.last(key) or 0) for name, key in zip(REGIMES, keys, strict=True)}
@@ -180,34 +182,32 @@ def span(seconds: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DroppedSummary:
-    """Responses that were dropped, compared with those trained on."""
+    """Comparison of the dropped responses with the trained ones."""
 
     responses: int
     groups: dict[str, int]
-    """Number of dropped groups by reason."""
+    """Reason -> number of dropped groups."""
     length: float
-    """Mean tokens per response; `trained_length` and both rewards are means, too."""
+    """Mean length of the dropped responses in tokens. `reward`: their mean reward."""
     trained_length: float | None
+    """Mean length of the trained responses in tokens. `trained_reward`: their mean reward."""
     reward: float | None
     trained_reward: float | None
 
     @property
     def sentence(self) -> str:
-        counted = [
-            f"{count:,} {'group' if count == 1 else 'groups'} {reason}"
-            for reason, count in self.groups.items()
-        ]
-        groups = f" ({', '.join(counted)})" if counted else ""
-        parts = [f"mean length {self.length:,.1f} tokens{_against(self.trained_length, ',.1f')}"]
+        """The comparison as text, without a full stop."""
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in self.groups.items())
+        groups = f" (groups: {counts})" if counts else ""
+        parts = [f"mean length {self.length:,.1f} tokens{_trained(self.trained_length, ',.1f')}"]
         if self.reward is not None:
-            parts.append(f"mean reward {self.reward:.3f}{_against(self.trained_reward, '.3f')}")
+            parts.append(f"mean reward {self.reward:.3f}{_trained(self.trained_reward, '.3f')}")
         were = "response was" if self.responses == 1 else "responses were"
-        whose = " of those trained on" if self.trained_length is not None else ""
-        return f"{self.responses:,} {were} dropped{groups}: {', '.join(parts)}{whose}"
+        return f"{self.responses:,} {were} dropped{groups}: {', '.join(parts)}"
 
 
 def compare_dropped(rows: MetricRows) -> DroppedSummary | None:
-    """Return None if nothing was dropped."""
+    """Return the comparison of dropped and trained responses; None if none was dropped."""
     responses = int(rows.total("dropped/responses"))
     length = rows.mean("dropped/length_mean", weighted=True)
     if length is None:
@@ -223,8 +223,8 @@ def compare_dropped(rows: MetricRows) -> DroppedSummary | None:
     )
 
 
-def _against(trained: float | None, form: str) -> str:
-    return f" against {trained:{form}}" if trained is not None else ""
+def _trained(value: float | None, form: str) -> str:
+    return f" (trained on: {value:{form}})" if value is not None else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,42 +236,43 @@ class TimelineWindow:
     steps: Sequence[tuple[int, float]]
     """(step, time of its end) of each step in the window."""
     tracks: Mapping[str, Sequence[Span]]
-    """Spans by process, cut to the window; `rank 0` first."""
+    """Process -> its spans, clipped to the window; `rank 0` first."""
 
     def as_text(self) -> list[tuple[str, str]]:
-        """Return (process, its activities), the longest activity first."""
+        """Return (process, text with its activities, longest first) of each process."""
         lines = []
         for track, spans in self.tracks.items():
             parts = list(shares(spans, self.start, self.end).items())[:PARTS]
-            text = ", ".join(f"{_activity(*kind)} {share:.0%}" for kind, share in parts)
-            lines.append((track, text))
+            lines.append(
+                (track, ", ".join(f"{_activity(*kind)} {part:.0%}" for kind, part in parts))
+            )
         return lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """Everything that a report shows of one run."""
+    """Data of one run for the report."""
 
     run_dir: Path
     rows: MetricRows
     status: Status | None
     config: Mapping[str, Any]
-    """Tree of RUN/config.yaml; empty without the file."""
+    """Content of RUN/config.yaml; empty without the file."""
     summary: Summary
     window: TimelineWindow | None
     """None if no process wrote a timeline."""
     dropped: DroppedSummary | None
-    """None if nothing was dropped."""
+    """None if no response was dropped."""
     evaluations: Evaluations
     anomalies: Sequence[Anomaly]
-    """Kept anomalies of each kind, in order of steps."""
-    found: Mapping[str, int]
-    """Number of all anomalies by kind."""
+    """The first anomalies of each kind, in order of steps."""
+    anomaly_counts: Mapping[str, int]
+    """Kind -> number of all anomalies."""
     events: Sequence[Event]
-    left_out: Sequence[str]
-    """Metrics that are not shown because another version logged them as another kind."""
+    omitted: Sequence[str]
+    """Metrics that are not shown, because another version logged them with another kind."""
     beside: RunData | None = None
-    """The run that `observe.beside` names; None if it cannot be read."""
+    """Data of the run in `observe.beside`; None if it is not set or cannot be read."""
 
     @property
     def name(self) -> str:
@@ -279,15 +280,15 @@ class RunData:
 
     @property
     def supervised(self) -> bool:
-        """True if the run samples nothing, so that reward and lag have no meaning."""
+        """True if the run samples no responses, so that it has no lag."""
         if self.status is not None and self.status.measure == "loss":
             return True
         return not (self.rows.has("ratio/ess_ratio") or self.rows.has("tokens/generated"))
 
     @property
     def gac(self) -> Mapping[str, Any] | None:
-        """Settings of the control that judges the cosine, with its newest `c_low`; None without
-        such a control."""
+        """Settings of the control that uses the cosine (`gac` or `matched_norm`), with a calibrated
+        `c_low`; None without such a control."""
         controls = _ShownSettings.model_validate(self.config).controls or ()
         for control in controls:
             if control.name in ("gac", "matched_norm"):
@@ -305,11 +306,10 @@ class RunData:
 
     @property
     def headline(self) -> str:
-        """One line with the result, the steps and the speed."""
+        """Line of text with the result, the steps and the speed."""
         summary = self.summary
         steps = f"{summary.steps:,} {'step' if summary.steps == 1 else 'steps'}"
-        speed = f"{summary.tokens_per_s:,.0f} tokens/s"
-        parts = [f"{steps} in {span(summary.in_steps_s)}", speed]
+        parts = [f"{steps} in {span(summary.in_steps_s)}", f"{summary.tokens_per_s:,.0f} tokens/s"]
         if summary.before is not None and summary.after is not None:
             ends = f"{summary.before:.3f} → {summary.after:.3f}"
             parts.insert(0, f"held-out {summary.measure} {ends}")
@@ -319,8 +319,8 @@ class RunData:
 
 
 class RunReader:
-    """Reader of a run that may still be running; reads each line of a growing file once. `alone`:
-    do not read the run that `observe.beside` names."""
+    """Reader of a run that may still be active. Reads each line of a growing file once. `alone`: do
+    not read the run in `observe.beside`."""
 
     def __init__(self, run_dir: Path, *, alone: bool = True) -> None:
         self.run_dir = run_dir
@@ -338,7 +338,7 @@ class RunReader:
         self._evaluated: list[dict[str, Any]] = []
 
     def fingerprint(self) -> Hashable:
-        """Return a value that changes whenever a file that `read` reads changes."""
+        """Return a value that changes when one of the files that `read` uses changes."""
         names = (METRICS_FILE, EVAL_FILE, events.STATUS_FILE, events.EVENTS_FILE, "config.yaml")
         paths = [self.run_dir / name for name in names]
         paths += sorted((self.run_dir / TIMELINE_FOLDER).glob("*.jsonl"))
@@ -346,30 +346,28 @@ class RunReader:
         return (*map(_stamp, paths), beside)
 
     def read(self) -> RunData:
-        """Return the run as it is now.
-
-        Raises ReportError if the directory is missing or has no finished step, and UserError for a
-        damaged file.
-        """
+        """Return the current data of the run. Raises ReportError if the directory is missing or has
+        no finished step, and UserError for a damaged file."""
         try:
             return self._read()
         except UserError:
-            # The readers may have stopped inside a block: the next call reads everything again.
+            # The readers may have stopped inside a block: the next call must start over.
             self._begin()
             raise
 
     def _read(self) -> RunData:
         run_dir = self.run_dir
         if not run_dir.is_dir():
-            what = f"{run_dir} is not a directory"
-            raise ReportError.of("RUN", what, "name the run.dir of a run")
+            raise ReportError.of(
+                "RUN", f"{run_dir} is not a directory", "name the run.dir of a run"
+            )
         self._read_lines()
         status = read_status(run_dir)
         rows = self._rows
         if not rows:
             last = f"its last phase was `{status.phase}`" if status else "no run was started in it"
-            what = f"{run_dir} has no finished step to report: metrics.jsonl is missing or empty, "
-            raise ReportError.of("RUN", what + last, "wait for the first step, or see RUN/logs")
+            what = f"{run_dir} has no finished step: metrics.jsonl is missing or empty, and {last}"
+            raise ReportError.of("RUN", what, "wait for the first step, or see RUN/logs")
         config = read_config(run_dir)
         return RunData(
             run_dir=run_dir,
@@ -381,31 +379,32 @@ class RunReader:
             dropped=compare_dropped(rows),
             evaluations=evaluation_curves(self._evaluated),
             anomalies=self._anomalies.kept(),
-            found=self._anomalies.counts,
+            anomaly_counts=self._anomalies.counts,
             events=read_events(run_dir, EVENT_BYTES),
-            left_out=sorted(self._metrics.left_out),
+            omitted=sorted(self._metrics.omitted),
             beside=None if self._alone else self._read_beside(config),
         )
 
     def _read_lines(self) -> None:
-        for news in self._metrics.blocks():
-            if news.restarted:
+        """Read the new lines of metrics and evaluations."""
+        for block in self._metrics.blocks():
+            if block.restarted:
                 self._rows, self._anomalies = MetricRows(), AnomalyList()
                 self._finder = AnomalyFinder(self.run_dir)
-            self._rows.add(news.rows)
-            self._anomalies.add(self._finder.find(news.rows))
+            self._rows.add(block.rows)
+            self._anomalies.add(self._finder.find(block.rows))
 
         for evaluated, restarted in self._evaluations.blocks():
             if restarted:
                 self._evaluated = []
-            # Only the drawn numbers are kept: a line has the score of every held-out prompt.
+            # Keep only the keys of charts, because a line has the score of every held-out prompt.
             kept = ("version", "mean_reward", "loss", "pass_at")
             self._evaluated += [{key: one[key] for key in kept if key in one} for one in evaluated]
         self._evaluated.sort(key=lambda one: int(one["version"]))
 
     def _read_beside(self, config: Mapping[str, Any]) -> RunData | None:
-        """Return the run that `observe.beside` names, or None if it was removed since the start:
-        `mar plan` and `mar train` refuse a missing one."""
+        """Return the run in `observe.beside`; None if it is not set or cannot be read. `mar plan`
+        and `mar train` refuse a missing run, but it may have been removed since."""
         observe = _ShownSettings.model_validate(config).observe
         if observe is None or observe.beside is None:
             return None
@@ -418,20 +417,22 @@ class RunReader:
 
 
 def read_run(run_dir: Path, *, alone: bool = True) -> RunData:
-    """Read a run once; raises as `RunReader.read`."""
+    """Return the data of a run. Raises the errors of `RunReader.read`."""
     return RunReader(run_dir, alone=alone).read()
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return (inode, size, modification time) of a file; None if it is missing."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Return the tree of RUN/config.yaml; empty without the file. Raises ReportError."""
+    """Return the content of RUN/config.yaml; empty without the file. Raises ReportError for an
+    invalid file."""
     path = run_dir / "config.yaml"
     try:
         config, _ = read_tree(path.read_text(encoding="utf-8"))
@@ -445,45 +446,47 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         why = str(getattr(error, "what", error))
     else:
         return config
-    what = f"is not a configuration: {why}"
-    raise ReportError.of(str(path), what, "delete it; the rest can be shown without")
+    what = f"is not a valid config: {why}"
+    raise ReportError.of(str(path), what, "correct the file, or delete it to show no settings")
 
 
 def timeline_window(
     rows: Sequence[MetricRow], tracks: Mapping[str, Sequence[Span]], steps: int = WINDOW_STEPS
 ) -> TimelineWindow | None:
-    """Return the window of the last `steps` steps since the run's last stop; None if no process
-    wrote a timeline."""
+    """Return the window of at most `steps` last steps since the run's last stop; None if no process
+    has a span in it."""
     ended = [
         (int(step), at)
         for row in rows
         if (step := number(row, "step")) and (at := number(row, "time")) is not None
     ]
-    took = [second for row in rows if (second := number(row, "time/step_s")) is not None]
-    if not ended or not took:
+    durations = [second for row in rows if (second := number(row, "time/step_s")) is not None]
+    if not ended or not durations:
         return None
 
-    stop = max(STOP_S, STOP_STEPS * median(took))
+    stop = max(STOP_S, STOP_STEPS * median(durations))
     shown = [ended[-1]]
     for one in reversed(ended[:-1]):
-        # Time in which the run was stopped would shrink all bars to nothing.
+        # Begin the window after a stop, whose duration would make all bars invisibly short.
         if len(shown) > steps or shown[-1][1] - one[1] > stop:
             break
         shown.append(one)
     if len(shown) > steps:
+        # The first step began when the step before it ended.
         start = shown.pop()[1]
     else:
-        start = shown[-1][1] - (took[-1] if len(shown) == 1 else median(took))
+        # There is no earlier step, so estimate the start from a step's duration.
+        start = shown[-1][1] - (durations[-1] if len(shown) == 1 else median(durations))
     end = ended[-1][1]
 
-    cut = {track: _cut(spans, start, end) for track, spans in tracks.items()}
-    inside = {track: spans for track, spans in cut.items() if spans}
+    clipped = {track: _clip(spans, start, end) for track, spans in tracks.items()}
+    inside = {track: spans for track, spans in clipped.items() if spans}
     if not inside or end <= start:
         return None
     return TimelineWindow(start=start, end=end, steps=shown[::-1], tracks=inside)
 
 
-def _cut(spans: Sequence[Span], start: float, end: float) -> list[Span]:
+def _clip(spans: Sequence[Span], start: float, end: float) -> list[Span]:
     return [
         replace(span, start=max(start, span.start), end=min(end, span.end))
         for span in spans

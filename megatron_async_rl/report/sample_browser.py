@@ -1,9 +1,9 @@
-"""Samples in the dashboard: the form and its responses.
+"""Samples in the dashboard: the form and the responses to its queries.
 
 Invariants:
-- a file of the log is read again only if it grew, and only the columns that samples are selected
-  by; text and tokens are read for the shown samples alone;
-- a request has the fields and choices of the form, or is refused;
+- a file of the log is read again only if it has grown, and only its columns that select samples;
+  text and tokens are read for the shown samples only;
+- a query with other fields or choices than those of the form is refused;
 - the text of a sample is escaped (samples.py).
 """
 
@@ -34,7 +34,7 @@ from megatron_async_rl.samples.segments import (
 )
 
 AT_ONCE = 20
-"""Number of samples per response."""
+"""Maximum number of samples per response."""
 KINDS = {
     "trained": "trained on",
     "evaluated": "of held-out evaluation",
@@ -47,11 +47,13 @@ ORDERS = {
     "worst": "worst reward first",
     "random": "random",
 }
-_CHOSEN_BY = ("id", "group", "reward", "valid", "finished_at")
-_PLACE = ("segment", "batch", "row")
+_SELECTED_BY = ("id", "group", "reward", "valid", "finished_at")
+"""Columns of the log that select samples."""
+_POSITION = ("segment", "batch", "row")
+"""Columns with the position of a sample in the log."""
 
 
-class Question(BaseModel):
+class FormQuery(BaseModel):
     """Fields of the form."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,17 +62,19 @@ class Question(BaseModel):
     order: Literal["newest", "best", "worst", "random"] = "newest"
     step: NonNegativeInt | None = None
     """Optimizer step of `trained`, weight version of `evaluated`, next step of `dropped`; any of
-    them for `all`."""
-    least: FiniteFloat | None = None
-    most: FiniteFloat | None = None
-    """Bounds of the reward."""
+    these for `all`."""
+    minimum: FiniteFloat | None = None
+    """Lower bound of the reward."""
+    maximum: FiniteFloat | None = None
+    """Upper bound of the reward."""
     start: NonNegativeInt = 0
-    """Number of samples that were shown before."""
+    """Number of samples that the page already shows."""
 
 
 @dataclass(frozen=True)
-class _Read:
+class _CachedFile:
     size: int
+    """Size in bytes when the file was read."""
     table: pa.Table
 
 
@@ -79,118 +83,120 @@ class SampleBrowser:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._files: dict[Path, _Read] = {}
+        self._files: dict[Path, _CachedFile] = {}
 
-    def answer(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return `html` of at most AT_ONCE samples, `words` with their number, and whether there
-        are `more`. Raises UserError for an invalid question and for an unreadable log."""
+    def answer(self, fields: Mapping[str, str]) -> dict[str, Any]:
+        """Return the response to a query as JSON: `html` of at most AT_ONCE samples, a `message`
+        with their number, and True in `more` if there are more samples. Raises UserError for an
+        invalid query and for an unreadable log."""
         try:
-            question = Question.model_validate(query)
+            query = FormQuery.model_validate(fields)
         except ValidationError as error:
-            # The first fault is enough: the form cannot produce several.
+            # Report only the first error: the form itself produces none.
             fault = error.errors()[0]
             name = ".".join(map(str, fault["loc"]))
-            raise UserError.of(name, fault["msg"], "choose in the form") from error
+            raise UserError.of(name, fault["msg"], "use the values of the form") from error
         with log_readable():
             check_log(self._run_dir)
-            found = self._find(question)
-            # Text and tokens are loaded for this slice only; the log may have gigabytes of them.
-            entries = self._entries(found.slice(question.start, AT_ONCE))
+            found = self._find(query)
+            # Load text and tokens of this slice only, because the log may have gigabytes of them.
+            entries = self._entries(found.slice(query.start, AT_ONCE))
             shown = load(self._run_dir, entries)
             lost = lost_end(self._run_dir)
-        total, end = found.num_rows, question.start + len(entries)
-        text = f"{end:,} of {total:,} samples" if total else "no such sample in the log"
-        # An empty answer names the steps that exist, because old ones are removed.
-        if not total and (steps := self._steps(question.kind)):
-            text += f"; it has those of steps {steps[0]:,} to {steps[1]:,}"
+        total, end = found.num_rows, query.start + len(entries)
+        message = f"{end:,} of {total:,} samples" if total else "no such sample in the log"
+        # Name the steps in the log, because the run removes old samples.
+        if not total and (steps := self._steps(query.kind)):
+            message += f", which has steps {steps[0]:,} to {steps[1]:,}"
         if lost is not None:
-            text += f"; {lost}"
+            message += f"; {lost}"
         return {
             "html": "".join(card(entry, sample) for entry, sample in shown),
-            "words": text,
+            "message": message,
             "more": end < total,
         }
 
-    def _find(self, question: Question) -> pa.Table:
-        """Return the positions in the log of the requested samples, in the requested order."""
+    def _find(self, query: FormQuery) -> pa.Table:
+        """Return the rows of the samples that a query selects, in its order."""
         samples = self._samples()
         outcomes = self._of_samples(samples)
-        if question.kind != "all":
-            outcomes = outcomes.filter(pc.equal(outcomes["outcome"], question.kind))
-        if question.step is not None:
-            # One row of outcomes must match kind and step together.
-            outcomes = outcomes.filter(pc.equal(outcomes["step"], question.step))
-        if question.kind != "all" or question.step is not None:
-            # A semi join: a sample with two outcomes, such as trained twice, appears once.
+        if query.kind != "all":
+            outcomes = outcomes.filter(pc.equal(outcomes["outcome"], query.kind))
+        if query.step is not None:
+            # Filter the same table again: one outcome must match both kind and step.
+            outcomes = outcomes.filter(pc.equal(outcomes["step"], query.step))
+        if query.kind != "all" or query.step is not None:
+            # A semi join keeps a sample once, even if it has several outcomes (trained twice).
             samples = samples.join(outcomes.select(KEY), keys=KEY, join_type="left semi")
-        if question.order in ("best", "worst") or not question.least is question.most is None:
-            # A failed reward has no value that could be sorted or compared.
+        if query.order in ("best", "worst") or not query.minimum is query.maximum is None:
+            # A sample whose reward failed has no value to compare.
             samples = samples.filter(samples["valid"])
-        if question.least is not None:
-            samples = samples.filter(pc.greater_equal(samples["reward"], question.least))
-        if question.most is not None:
-            samples = samples.filter(pc.less_equal(samples["reward"], question.most))
+        if query.minimum is not None:
+            samples = samples.filter(pc.greater_equal(samples["reward"], query.minimum))
+        if query.maximum is not None:
+            samples = samples.filter(pc.less_equal(samples["reward"], query.maximum))
 
-        newest = [(name, "descending") for name in _PLACE]
-        if question.order in ("best", "worst"):
-            direction = "descending" if question.order == "best" else "ascending"
-            # Ties are broken by place, so that `More` neither repeats nor skips a sample.
+        newest = [(name, "descending") for name in _POSITION]
+        if query.order in ("best", "worst"):
+            direction = "descending" if query.order == "best" else "ascending"
+            # Sort equal rewards by position, so that `More` neither repeats nor skips a sample.
             return samples.sort_by([("reward", direction), *newest])
         samples = samples.sort_by(newest)
-        if question.order == "random":
-            # A fixed seed, so that all parts of a long response have the same order.
+        if query.order == "random":
+            # Use a fixed seed, so that successive parts come from the same order.
             order = list(range(samples.num_rows))
             random.Random(0).shuffle(order)
             samples = samples.take(pa.array(order, pa.int64()))
         return samples
 
-    def _entries(self, chosen: pa.Table) -> list[Entry]:
-        """Return `chosen` with their outcomes."""
-        rows = chosen.to_pylist()
+    def _entries(self, selected: pa.Table) -> list[Entry]:
+        """Return the selected samples with their outcomes."""
+        rows = selected.to_pylist()
         ids = pa.array({row["id"] for row in rows}, pa.string())
         groups = pa.array({row["group"] for row in rows}, pa.int64())
         outcomes, samples = self._outcomes(), self._samples()
-        became = Outcomes(whole=segments_in(self._run_dir / FOLDER)[:1] == [0])
-        # A dropped group has one row without an id, which concerns all of its samples.
+        history = Outcomes(whole=segments_in(self._run_dir / FOLDER)[:1] == [0])
+        # A dropped group has one outcome without an id, which applies to all of its samples.
         of_groups = pc.and_(pc.is_null(outcomes["id"]), pc.is_in(outcomes["group"], groups))
-        chosen_by = pc.or_(pc.is_in(outcomes["id"], ids), of_groups)
-        became.add(outcomes.filter(chosen_by).to_pylist())
+        relevant = pc.or_(pc.is_in(outcomes["id"], ids), of_groups)
+        history.add(outcomes.filter(relevant).to_pylist())
         newest: dict[str, float] = {}
         for one in samples.filter(pc.is_in(samples["id"], ids)).to_pylist():
-            # After a crash, an id is sampled again; only the newest sample can be trained on.
+            # After a crash, an id is sampled again, and only its newest sample can be trained on.
             newest[one["id"]] = max(one["finished_at"], newest.get(one["id"], 0.0))
         entries = []
         for row in rows:
             key = row["id"], row["finished_at"]
             again = row["finished_at"] < newest[row["id"]]
-            state, steps, reason = became.of(key, row["group"], again=again)
+            state, steps, reason = history.of(key, row["group"], again=again)
             entries.append(Entry(state=state, steps=steps, reason=reason, **row))
         return entries
 
     def _of_samples(self, samples: pa.Table) -> pa.Table:
-        """Return the outcomes of samples, and those that samples without one have from their
-        dropped group: a resumed run does not know the history that had their own rows."""
+        """Return the outcomes of samples. A sample without an outcome of its own has the outcome of
+        its dropped group: a resumed run logs only the group's outcome, because it does not have the
+        list of the group's samples."""
         outcomes = self._outcomes()
         of_group = pc.is_null(outcomes["id"])
-        # A sample's own outcome takes precedence over the one of its group.
         own = outcomes.filter(pc.invert(of_group))
         dropped = outcomes.filter(pc.and_(of_group, pc.equal(outcomes["outcome"], "dropped")))
-        open_ones = samples.select([*KEY, "group"]).join(
+        # A sample's own outcome takes precedence over that of its group.
+        without_own = samples.select([*KEY, "group"]).join(
             own.select(KEY), keys=KEY, join_type="left anti"
         )
         last = samples.select(KEY).group_by("id").aggregate([("finished_at", "max")])
         last = last.rename_columns(["id", "finished_at"])
         # Earlier samples of the same id were lost in a crash, not dropped.
-        open_ones = open_ones.join(last, keys=KEY, join_type="left semi")
-        given = open_ones.join(
+        without_own = without_own.join(last, keys=KEY, join_type="left semi")
+        inherited = without_own.join(
             dropped.select(["group", "seq", "outcome", "step", "reason"]),
             "group",
             join_type="inner",
         )
-        return pa.concat_tables([own, given.select(own.schema.names).cast(own.schema)])
+        return pa.concat_tables([own, inherited.select(own.schema.names).cast(own.schema)])
 
     def _steps(self, kind: str) -> tuple[int, int] | None:
-        """Return the first and the last step of the samples of a kind."""
+        """Return the first and the last step of the samples of a kind; None if there are none."""
         outcomes = self._of_samples(self._samples())
         if kind != "all":
             outcomes = outcomes.filter(pc.equal(outcomes["outcome"], kind))
@@ -200,6 +206,7 @@ class SampleBrowser:
         return ends["min"], ends["max"]
 
     def _samples(self) -> pa.Table:
+        """Return the columns _SELECTED_BY and _POSITION of the newest copy of every sample."""
         schema = pa.schema(
             [
                 pa.field("id", pa.string()),
@@ -207,7 +214,7 @@ class SampleBrowser:
                 pa.field("reward", pa.float64()),
                 pa.field("valid", pa.bool_()),
                 pa.field("finished_at", pa.float64()),
-                *(pa.field(name, pa.int64()) for name in _PLACE),
+                *(pa.field(name, pa.int64()) for name in _POSITION),
             ]
         )
         return newest_rows(self._all("samples", schema))
@@ -216,6 +223,7 @@ class SampleBrowser:
         return self._all("outcomes", OUTCOMES)
 
     def _all(self, table: TableName, schema: pa.Schema) -> pa.Table:
+        """Return the rows of all files of a table of the log, from the cache if unchanged."""
         folder = self._run_dir / FOLDER
         paths = {
             path: segment
@@ -224,48 +232,49 @@ class SampleBrowser:
         }
         for path in [one for one in self._files if one.name.startswith(table)]:
             if path not in paths:
-                # The run removes old segments; their columns would fill the memory of the server.
+                # The run has removed this segment; its columns would only use memory.
                 del self._files[path]
         tables = []
         for path, segment in paths.items():
-            # Segments only grow, so the size shows whether one was written since.
+            # A segment only grows, so its size changes with every write.
             size = path.stat().st_size if path.exists() else 0
-            read = self._files.get(path)
-            if read is None or read.size != size:
-                read = _Read(size, _read(folder, segment, table, schema))
-                self._files[path] = read
-            tables.append(read.table)
+            cached = self._files.get(path)
+            if cached is None or cached.size != size:
+                cached = _CachedFile(size, _read(folder, segment, table, schema))
+                self._files[path] = cached
+            tables.append(cached.table)
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
 
 def _read(folder: Path, segment: int, table: TableName, schema: pa.Schema) -> pa.Table:
+    """Return the rows of one file: all columns of outcomes, or those of `_samples`."""
     if table == "outcomes":
         every = [batch for _, batch in read_batches(folder, table, segment)]
         return pa.Table.from_batches(every, schema=schema)
     batches = []
-    for number, batch in read_batches(folder, table, segment, _CHOSEN_BY):
+    for number, batch in read_batches(folder, table, segment, _SELECTED_BY):
         count = batch.num_rows
-        # Where `load` finds the whole row later.
-        place = (np.full(count, segment), np.full(count, number), np.arange(count))
-        columns = [batch[name] for name in _CHOSEN_BY] + [pa.array(one) for one in place]
+        # `load` reads a whole row by its position.
+        position = (np.full(count, segment), np.full(count, number), np.arange(count))
+        columns = [batch[name] for name in _SELECTED_BY] + [pa.array(one) for one in position]
         batches.append(pa.RecordBatch.from_arrays(columns, schema=schema))
     return pa.Table.from_batches(batches, schema=schema)
 
 
 def form() -> str:
-    """Return HTML of the form and of the places for its response."""
+    """Return HTML of the form and of the elements for its response."""
     kinds = "".join(f'<option value="{value}">{name}</option>' for value, name in KINDS.items())
     orders = "".join(f'<option value="{value}">{name}</option>' for value, name in ORDERS.items())
     fields = (
         f'<label>Samples<select name="kind">{kinds}</select></label>'
         f'<label>Order<select name="order">{orders}</select></label>'
         '<label>Step<input name="step" type="number" min="0" placeholder="any"></label>'
-        '<label>Reward from<input name="least" type="number" step="any" placeholder="any"></label>'
-        '<label>to<input name="most" type="number" step="any" placeholder="any"></label>'
+        '<label>Reward from<input name="minimum" type="number" step="any" placeholder="any">'
+        '</label><label>to<input name="maximum" type="number" step="any" placeholder="any"></label>'
         "<button>Show</button>"
     )
     return (
         f'<section class="card samples"><h2>Samples</h2><form>{fields}</form>'
-        '<p class="words" role="status"></p><div class="list"></div>'
+        '<p class="message" role="status"></p><div class="list"></div>'
         '<button type="button" class="more" hidden>More</button></section>'
     )

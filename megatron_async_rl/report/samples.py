@@ -1,10 +1,10 @@
-"""Samples of a run for people: `mar samples`, and their section of the report's page.
+"""Samples of a run as text (`mar samples`) and as a section of the report's page.
 
 Invariants:
-- prompts and responses are untrusted text: control characters are escaped on a terminal, and
-  everything is escaped in HTML;
-- reading never changes the log and works while it is being written (samples/segments.py); damage
-  is reported by the name of its file;
+- prompts and responses are untrusted text: control characters are escaped on a terminal, and all
+  text is escaped in HTML;
+- reading never changes the log, and works while the log is being written (samples/segments.py). An
+  error for a damaged log names the file;
 - the same log and options give the same samples in the same order.
 """
 
@@ -34,27 +34,32 @@ from megatron_async_rl.samples.segments import Entry, SampleOutcome, load, read_
 from megatron_async_rl.samples.types import Sample
 
 NEWEST = 5
-"""Number of samples that are shown by default."""
-LOOKED_AT = 4_000
-"""Number of newest samples that are searched for a trained one."""
+"""Default number of samples."""
+SEARCHED = 4_000
+"""Number of newest samples that `newest_trained` searches."""
 LONGEST = 2000
-"""Number of characters of a prompt or response on a terminal; --json has all."""
+"""Maximum number of characters of a prompt or response on a terminal. `--json` prints all."""
 PAGE_STEPS, PAGE_EACH, PAGE_OPEN, PAGE_LONGEST = 3, 3, 400, 5_000
-"""On the page: number of last steps, of samples of each kind, of unfolded characters of a text, and
-of all its characters."""
+"""Limits of the page: number of last steps, samples per heading, visible characters of a text, and
+characters of a text including the folded ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleQuery:
-    """Selection of samples by at most one of `worst`, `best` and `random`; by default the newest
-    few, or all of `step`."""
+    """Selection of samples: all samples of `step`, or of the whole log, reduced by at most one of
+    `worst`, `best` and `random`. Without any of these, the newest samples."""
 
     step: int | None = None
+    """Optimizer step or, with `held_out`, weight version."""
     worst: int | None = None
+    """Number of samples with the lowest rewards."""
     best: int | None = None
+    """Number of samples with the highest rewards."""
     random: int | None = None
+    """Number of random samples, drawn with `seed`."""
     seed: int = 0
     held_out: bool = False
+    """Select samples of held-out evaluations instead of training samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +68,14 @@ class SampleSelection:
 
     samples: Sequence[tuple[Entry, Sample]]
     missing: int = 0
-    """Number of samples of the requested step that the log does not hold."""
+    """Number of samples of the requested step that are no longer in the log."""
     lost: str | None = None
-    """Text on segments that the log lacks at its end."""
+    """Text about the end of the log, if it is missing."""
 
 
 @contextmanager
 def log_readable() -> Iterator[None]:
-    """Raises UserError for a file of the log that cannot be read."""
+    """Turn the error for an unreadable file of the log into a UserError."""
     try:
         yield
     except SegmentBroken as error:
@@ -78,54 +83,54 @@ def log_readable() -> Iterator[None]:
 
 
 @log_readable()
-def choose(run_dir: Path, wanted: SampleQuery) -> SampleSelection:
-    """Select samples of a run. Raises UserError for a missing run or step, and for an unreadable
-    log."""
+def choose(run_dir: Path, query: SampleQuery) -> SampleSelection:
+    """Return the selected samples of a run. Raises UserError for an invalid query, for a missing
+    run or step, and for an unreadable log."""
     counts = {
         name: count
         for name in ("worst", "best", "random")
-        if (count := getattr(wanted, name)) is not None
+        if (count := getattr(query, name)) is not None
     }
-    # Options that exclude each other are refused: ignoring one would answer another question.
+    # Refuse conflicting options: no option may be ignored silently.
     if len(counts) > 1:
         options = " and ".join(f"--{name}" for name in counts)
-        raise UserError.of(options, "exclude each other", "give one of them")
+        raise UserError.of(options, "exclude each other", "set only one of them")
     check_log(run_dir)
 
     missing = 0
-    # Groups of held-out evaluations have negative numbers. A generator: the log is read newest
-    # first.
-    entries = (one for one in read_entries(run_dir) if (one.group < 0) == wanted.held_out)
-    if wanted.step is not None:
-        of_step, missing = _of_step(run_dir, entries, wanted)
-        chosen = _pick(of_step, wanted)
+    # Groups of held-out evaluations have negative numbers. Keep a generator, which reads only as
+    # much of the log as is needed, newest samples first.
+    entries = (one for one in read_entries(run_dir) if (one.group < 0) == query.held_out)
+    if query.step is not None:
+        of_step, missing = _of_step(run_dir, entries, query)
+        selected = _pick(of_step, query)
     elif counts:
-        chosen = _pick(list(entries), wanted)
+        selected = _pick(list(entries), query)
     else:
-        chosen = list(itertools.islice(entries, NEWEST))
-    if not chosen:
-        kind = "held-out evaluation" if wanted.held_out else "training"
-        fix = "try again when one has finished, or look without --eval and --step"
-        raise UserError.of("RUN", f"the log of {run_dir} holds no such sample of {kind}", fix)
-    return SampleSelection(samples=load(run_dir, chosen), missing=missing, lost=lost_end(run_dir))
+        selected = list(itertools.islice(entries, NEWEST))
+    if not selected:
+        kind = "held-out evaluation" if query.held_out else "training"
+        fix = "try again when a response has finished, or omit --eval and --step"
+        raise UserError.of("RUN", f"the log of {run_dir} has no such sample of {kind}", fix)
+    return SampleSelection(samples=load(run_dir, selected), missing=missing, lost=lost_end(run_dir))
 
 
 def newest_trained(run_dir: Path) -> Sample | None:
-    """Return the newest sample that a step trained on; None if it is not among the newest few
-    thousand. Raises UserError for a damaged log."""
+    """Return the newest sample that a step trained on; None if the SEARCHED newest samples have no
+    such sample. Raises UserError for a damaged log."""
     with log_readable():
-        # Bounded, because the live panel calls this after every step.
-        entries = itertools.islice(read_entries(run_dir), LOOKED_AT)
-        chosen = next((one for one in entries if one.state == "trained"), None)
-        loaded = load(run_dir, [chosen]) if chosen else []
+        # Limit the search, because the live panel calls this function after every step.
+        entries = itertools.islice(read_entries(run_dir), SEARCHED)
+        newest = next((one for one in entries if one.state == "trained"), None)
+        loaded = load(run_dir, [newest]) if newest else []
     return loaded[0][1] if loaded else None
 
 
-def print_samples(chosen: SampleSelection, console: Console, *, as_json: bool) -> None:
-    """Print the samples for people or, with `as_json`, one whole sample per line for tools."""
-    for entry, sample in chosen.samples:
+def print_samples(selection: SampleSelection, console: Console, *, as_json: bool) -> None:
+    """Print the samples as text or, with `as_json`, as one JSON object per line."""
+    for entry, sample in selection.samples:
         if as_json:
-            # One line per sample without colours or wrapping, for pipes.
+            # Write to the file directly, because the console would wrap the line.
             line = json.dumps(as_dict(entry, sample), allow_nan=False)
             console.file.write(line + "\n")
             continue
@@ -139,14 +144,14 @@ def print_samples(chosen: SampleSelection, console: Console, *, as_json: bool) -
             console.print(Text(f"{name}: ", style="dim") + Text(visible(text), style=style))
         if sample.reward_error is not None:
             console.print(Text(f"reward failed: {visible(sample.reward_error)}", style="red"))
-    if chosen.missing and not as_json:
-        console.print(f"{chosen.missing:,} more of them are no longer kept", style="dim")
-    if chosen.lost is not None and not as_json:
-        console.print(Text(f"note: {chosen.lost}", style="red"))
+    if selection.missing and not as_json:
+        console.print(f"{selection.missing:,} more are no longer in the log", style="dim")
+    if selection.lost is not None and not as_json:
+        console.print(Text(f"note: {selection.lost}", style="red"))
 
 
 def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
-    """Return plain JSON; numbers that are not finite are null."""
+    """Return a sample as plain JSON values; numbers that are not finite become null."""
     rewards, segments = sample.step_rewards, sample.segment_starts
     return {
         "id": sample.id,
@@ -177,49 +182,49 @@ def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
 
 
 def samples_section(run_dir: Path) -> str:
-    """Return HTML with the best, the worst and some random samples of the last steps in the log.
-    Without readable samples it is a sentence; for a run that keeps none it is empty."""
+    """Return HTML with the best, the worst and some random samples of the last steps in the log; a
+    message if there are none or they are unreadable; empty for a run that logs no samples."""
     try:
         return _section(run_dir)
     except UserError as error:
         message = "; ".join(f"{one.key} {one.what}: {one.fix}" for one in error.problems)
-        return _sentence(f"They cannot be shown. {message}.")
+        return _message(f"The samples cannot be shown. {message}.")
 
 
-def _sentence(text: str) -> str:
+def _message(text: str) -> str:
     return f'<section class="card samples"><h2>Samples</h2><p>{html.escape(text)}</p></section>'
 
 
 @log_readable()
 def _section(run_dir: Path) -> str:
     outcomes = _outcomes(run_dir, "trained")
-    # The last steps only: they show the policy as it is now.
+    # Use only the last steps, which show the current policy.
     steps = sorted(pc.unique(outcomes["step"]).to_pylist())[-PAGE_STEPS:]
     of_steps = outcomes.filter(pc.is_in(outcomes["step"], pa.array(steps, pa.int64())))
     trained, _ = _find(read_entries(run_dir), of_steps)
     if not trained:
         lost = lost_end(run_dir)
         config = read_config(run_dir)
-        # A run that keeps no samples on purpose gets no section instead of a complaint.
+        # A run that is configured to log no samples needs no message.
         off = config.get("rollout") is None or (config.get("samples") or {}).get("keep_mib") == 0
         if off and lost is None:
             return ""
-        return _sentence(
-            "The samples folder of the run is missing, or holds none that a step has trained on."
-            + (f" {lost}." if lost is not None else "")
+        return _message(
+            "The samples folder of the run is missing, or contains no sample that a step trained"
+            " on." + (f" {lost}." if lost is not None else "")
         )
     scored = sum(entry.valid for entry in trained)
-    # A third each, so that few samples are not all called the best.
+    # Limit each heading to a third, so that a few samples are not all listed as the best.
     each = min(PAGE_EACH, max(1, scored // 3))
     parts = []
     shown: set[Entry] = set()
-    for name, wanted in (
+    for name, query in (
         ("Best", SampleQuery(best=each)),
         ("Worst", SampleQuery(worst=each)),
         ("Random", SampleQuery(random=each, seed=steps[-1])),
     ):
-        # A sample appears under one heading only.
-        picked = _pick([entry for entry in trained if entry not in shown], wanted)
+        # List a sample under one heading only.
+        picked = _pick([entry for entry in trained if entry not in shown], query)
         shown |= {*picked}
         cards = "".join(card(entry, sample) for entry, sample in load(run_dir, picked))
         if cards:
@@ -235,6 +240,7 @@ def _section(run_dir: Path) -> str:
 
 
 def check_log(run_dir: Path) -> None:
+    """Raise UserError, with the reason, if the run has no log of samples."""
     if not run_dir.is_dir():
         raise UserError.of("RUN", f"{run_dir} is not a directory", "name the run.dir of a run")
     if segments_in(run_dir / FOLDER):
@@ -244,36 +250,36 @@ def check_log(run_dir: Path) -> None:
 
     config = read_config(run_dir)
     if not config and not (run_dir / "metrics.jsonl").exists():
-        what, fix = "holds no run", "name the run.dir of a run"
+        what, fix = "is not a run", "name the run.dir of a run"
     elif config and config.get("rollout") is None:
-        what, fix = "is a supervised run, which samples nothing", "look at its data.train"
+        what, fix = "is a supervised run, which samples no responses", "see its data.train"
     elif (config.get("samples") or {}).get("keep_mib") == 0:
-        what, fix = "logged no samples (samples.keep_mib: 0)", "give the next run room for them"
+        what, fix = "logs no samples (samples.keep_mib: 0)", "set a larger size in the next run"
     else:
         what, fix = "has no samples yet", "try again when a response has finished"
     raise UserError.of("RUN", f"{run_dir} {what}", fix)
 
 
 def _of_step(
-    run_dir: Path, entries: Iterable[Entry], wanted: SampleQuery
+    run_dir: Path, entries: Iterable[Entry], query: SampleQuery
 ) -> tuple[list[Entry], int]:
-    """Return the samples of the requested step (or of the evaluation of the requested version), and
-    the number of those that the log does not hold."""
-    assert wanted.step is not None
-    outcome: SampleOutcome = "evaluated" if wanted.held_out else "trained"
-    noun = "version" if wanted.held_out else "step"
-    known = _outcomes(run_dir, outcome)
-    steps = sorted(pc.unique(known["step"]).to_pylist())
-    if wanted.step not in steps:
-        there = f"its log holds {noun} {_ranges(steps)}" if steps else "look without --step"
-        raise UserError.of("--step", f"{run_dir} has no sample of {noun} {wanted.step}", there)
-    found, missing = _find(entries, known.filter(pc.equal(known["step"], wanted.step)))
+    """Return (samples of the requested step or evaluated version, number of its samples that are no
+    longer in the log). Raises UserError if there are none."""
+    assert query.step is not None
+    outcome: SampleOutcome = "evaluated" if query.held_out else "trained"
+    noun = "version" if query.held_out else "step"
+    outcomes = _outcomes(run_dir, outcome)
+    steps = sorted(pc.unique(outcomes["step"]).to_pylist())
+    if query.step not in steps:
+        fix = f"name a {noun} in the log: {_ranges(steps)}" if steps else "omit --step"
+        raise UserError.of("--step", f"{run_dir} has no sample of {noun} {query.step}", fix)
+    found, missing = _find(entries, outcomes.filter(pc.equal(outcomes["step"], query.step)))
     if not found:
         raise UserError.of(
             "--step",
-            f"{run_dir} keeps the samples of {noun} {wanted.step} no longer",
-            f"look at a later {noun}, up to {steps[-1]}; samples.keep_mib limits how many are kept,"
-            f" and {run_dir / FOLDER} should hold them",
+            f"{run_dir} no longer has the samples of {noun} {query.step}",
+            f"name a later {noun}, up to {steps[-1]}; samples.keep_mib limits the size of the log"
+            f" in {run_dir / FOLDER}",
         )
     return found, missing
 
@@ -284,9 +290,10 @@ def _outcomes(run_dir: Path, outcome: SampleOutcome) -> pa.Table:
 
 
 def _find(entries: Iterable[Entry], outcomes: pa.Table) -> tuple[list[Entry], int]:
-    """Return the entries of `outcomes`, and the number of those that are missing. `entries` are
-    read, newest first, until all are found."""
-    # id and time: a resumed run samples an id again, and only one of both was trained on.
+    """Return (entries of `outcomes`, number of outcomes without an entry). Consumes `entries`,
+    newest first, until all are found."""
+    # Compare id and time: a resumed run may sample an id again, and a step trains on only one of
+    # both samples.
     keys = set(zip(outcomes["id"].to_pylist(), outcomes["finished_at"].to_pylist(), strict=True))
     found: list[Entry] = []
     for entry in entries:
@@ -298,20 +305,20 @@ def _find(entries: Iterable[Entry], outcomes: pa.Table) -> tuple[list[Entry], in
     return found, len(keys)
 
 
-def _pick(entries: Sequence[Entry], wanted: SampleQuery) -> list[Entry]:
-    """Return the requested number of entries, or all of them by group. A failed reward is neither
-    best nor worst; among equal rewards, newer samples come first."""
+def _pick(entries: Sequence[Entry], query: SampleQuery) -> list[Entry]:
+    """Return the best, worst or random entries of a query, or all entries sorted by group. Samples
+    without a reward are neither best nor worst. Of equal rewards, newer samples come first."""
     scored = [entry for entry in entries if entry.valid]
-    if wanted.best is not None:
-        # nlargest is stable, and entries come newest first, which gives the order of ties.
-        return heapq.nlargest(wanted.best, scored, key=lambda entry: entry.reward)
-    if wanted.worst is not None:
-        return heapq.nsmallest(wanted.worst, scored, key=lambda entry: entry.reward)
-    if wanted.random is not None:
-        count = min(wanted.random, len(entries))
-        # Seeded, so that the same command shows the same samples.
-        return random.Random(wanted.seed).sample(list(entries), count)
-    # Numbers of held-out groups are negative, hence the absolute value.
+    if query.best is not None:
+        # nlargest and nsmallest are stable, so ties keep the order of entries, newest first.
+        return heapq.nlargest(query.best, scored, key=lambda entry: entry.reward)
+    if query.worst is not None:
+        return heapq.nsmallest(query.worst, scored, key=lambda entry: entry.reward)
+    if query.random is not None:
+        count = min(query.random, len(entries))
+        # With the seed, the same command shows the same samples.
+        return random.Random(query.seed).sample(list(entries), count)
+    # The numbers of held-out groups are negative.
     return sorted(entries, key=lambda entry: (abs(entry.group), entry.id))
 
 
@@ -328,11 +335,12 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _facts(entry: Entry, sample: Sample) -> Iterator[str]:
+    """Yield the parts of a sample's heading."""
     yield {
         "trained": f"trained at step {' and '.join(str(step) for step in entry.steps)}",
         "evaluated": f"evaluation of version {entry.steps[0] if entry.steps else '?'}",
         "dropped": f"dropped ({entry.reason})",
-        "waiting": "not trained on so far",
+        "waiting": "not trained on yet",
         "repeated": "lost in a crash, sampled again",
         "lost": "lost in a crash",
     }[entry.state]
@@ -352,7 +360,8 @@ def _facts(entry: Entry, sample: Sample) -> Iterator[str]:
 
 
 def _lag(entry: Entry, sample: Sample) -> int | None:
-    """Return the lag of the first token at the sample's first step; None for other samples."""
+    """Return the lag of a trained sample's first token at the first step that trained on it; None
+    for other samples."""
     if entry.state != "trained":
         return None
     # Step n trains version n - 1.
@@ -360,23 +369,24 @@ def _lag(entry: Entry, sample: Sample) -> int | None:
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters except line ends and tabs, and characters that turn the direction of text."""
+"""Control characters except line feed and tab, and characters that change the text direction."""
 
 
 def visible(text: str) -> str:
-    """Return a text for a terminal: control characters are escaped, and a long text is cut."""
-    # Cut before escaping: the number of characters is that of the original text.
+    """Return a text for a terminal, with control characters escaped and truncated to LONGEST
+    characters."""
+    # Truncate before escaping, so that the number of omitted characters is that of the text.
     more = len(text) - LONGEST
     if more > 0:
         text = text[:LONGEST]
     shown = "".join(
         one.encode("unicode_escape").decode() if _CONTROL.match(one) else one for one in text
     )
-    return shown + (f" ... {more:,} more characters; --json has all" if more > 0 else "")
+    return shown + (f" ... {more:,} more characters (use --json to print all)" if more > 0 else "")
 
 
 def _plain(value: Any) -> Any:
-    """Return a field of a prompt for JSON: Python reads NaN, and other tools refuse it."""
+    """Return a JSON value with null for numbers that are not finite, which most tools refuse."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -385,7 +395,7 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: float) -> float | None:
-    # NaN fails every comparison, so it is excluded as well.
+    # The comparison is also false for NaN.
     return value if abs(value) < float("inf") else None
 
 
@@ -398,6 +408,8 @@ def card(entry: Entry, sample: Sample) -> str:
 
 
 def _folded(name: str, text: str) -> str:
+    """Return HTML of a text that shows its first PAGE_OPEN characters until it is unfolded."""
+
     def block(part: str) -> str:
         return f'<pre class="{name}">{html.escape(part)}</pre>'
 

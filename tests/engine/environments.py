@@ -1,5 +1,5 @@
-"""Environments of tests: one counts its turns and follows its prompt; and an agent with the client
-of OpenAI's package."""
+"""Environments of tests: an environment that counts its turns and misbehaves as its prompt
+requests, and an agent that uses the client of OpenAI's package."""
 
 import asyncio
 import json
@@ -18,7 +18,8 @@ from megatron_async_rl.samples import Prompt
 
 
 class Counting:
-    """Answers with `words`, and is done after `turns`. `fault`: what it does at its second turn."""
+    """Environment that responds with `words` and ends after `turns`. The prompt's field `fault`
+    selects its behavior at the second turn."""
 
     def __init__(self, turns: int = 3, words: str = "w7 w8") -> None:
         self.turns, self.words = turns, words
@@ -74,14 +75,14 @@ class Counting:
 
 
 def leave(folder: Path) -> None:
-    """A process in a session of its own, which outlives what kills a group; its number is in
-    `left`."""
+    """Start a process in a session of its own, which survives the signal to a process group. Its
+    number is in the file `left`."""
     program = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(3600)"
-    left = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
     )
-    assert left.stdout is not None
-    (folder / "left").write_bytes(left.stdout.readline())
+    assert process.stdout is not None
+    (folder / "left").write_bytes(process.stdout.readline())
 
 
 AGENT = {
@@ -94,42 +95,42 @@ WORDY = (
     "{% for m in messages %}{{ 'w11' if m.role == 'assistant' else 'w9' }} {{ m.content }} w10 "
     "{% endfor %}{% if add_generation_prompt %}w11 {% endif %}"
 )
-"""A chat template of words."""
+"""Chat template whose marks are words."""
 
 
 def agent(prompt: Prompt, base_url: str) -> float:
-    """Three turns in a thread, the second one streamed, while new weights come before it; one turn
-    in another thread, and a third thread that is one too many."""
+    """Run three turns in one thread, one turn in a second thread, and a third thread, which exceeds
+    the limit. The second turn is streamed, and new weights arrive before it."""
     folder, client = Path(prompt.fields["folder"]), OpenAI(base_url=base_url, api_key="unused")
     assert [model.id for model in client.models.list()] == ["policy"]
     create: Any = partial(client.chat.completions.create, model="policy", max_tokens=8)
     messages: list[Any] = [{"role": "user", "content": "w5 w6"}]
-    told: list[Any] = []
+    results: list[Any] = []
 
     answer = create(messages=messages, logprobs=True, temperature=0.1)
-    told.append([one.logprob for one in answer.choices[0].logprobs.content])
+    results.append([one.logprob for one in answer.choices[0].logprobs.content])
     messages += [answer.choices[0].message, {"role": "user", "content": "w7 w8"}]
 
     (folder / "waiting").touch()
     while not (folder / "go").exists():
         time.sleep(0.01)
     chunks = list(create(messages=messages, stream=True, stream_options={"include_usage": True}))
-    told.append(chunks[-1].usage.completion_tokens)
-    said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
-    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "w7"}]
+    results.append(chunks[-1].usage.completion_tokens)
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "w7"}]
 
-    told.append(create(messages=messages).usage.completion_tokens)
-    told.append(create(messages=[{"role": "user", "content": "w5"}]).usage.completion_tokens)
+    results.append(create(messages=messages).usage.completion_tokens)
+    results.append(create(messages=[{"role": "user", "content": "w5"}]).usage.completion_tokens)
     try:
         create(messages=[{"role": "user", "content": "w6"}])
     except BadRequestError as error:
-        told.append(error.body["message"])
-    (folder / "told").write_text(json.dumps(told))
+        results.append(error.body["message"])
+    (folder / "results").write_text(json.dumps(results))
     return 0.5
 
 
 class Waiting:
-    """Async all through, and counts how often it was closed."""
+    """Environment whose methods are all `async`."""
 
     def reset(self, prompt: Prompt) -> list[dict[str, str]]:
         return [{"role": "user", "content": "hello"}]

@@ -1,4 +1,4 @@
-"""A reward that follows its prompt."""
+"""Reward that fails as its prompt requests."""
 
 import os
 import re
@@ -15,7 +15,7 @@ def misbehave(prompt: Prompt, response: str) -> float:
             return float("nan")
         case "hangs":
             time.sleep(3600)
-        case "backtracks":  # for years, and holds the interpreter lock all the while
+        case "backtracks":  # Runs for years and holds the interpreter lock.
             return float(bool(re.match(r"(a+)+$", "a" * 60 + "b")))
         case "dies":
             os._exit(7)

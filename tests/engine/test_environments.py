@@ -1,4 +1,4 @@
-"""Samples of several turns on a real engine that gets new weights, held against transformers."""
+"""Multi-turn samples of a real engine that receives new weights, compared with transformers."""
 
 import itertools
 import json
@@ -45,16 +45,16 @@ def until(path: Path) -> None:
 
 
 def turns(sample: Sample) -> list[tuple[int, int]]:
-    """Start and end of the sampled tokens of each turn."""
+    """Return the start and the end of the sampled tokens of each turn."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], sample.loss_mask, [0]))))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
 def segments(sample: Sample) -> list[Sample]:
-    """Each as a sample of its own, whose prompt is the segment's context."""
+    """Return each segment as a sample of its own, whose prompt is the context of the segment."""
     if sample.segment_starts is None:
         return [sample]
-    found, edges = [], [0, *sample.segment_starts.tolist(), sample.length]
+    samples, edges = [], [0, *sample.segment_starts.tolist(), sample.length]
     for start, end in itertools.pairwise(edges):
         prompt = sample.prompt
         if start:
@@ -65,25 +65,27 @@ def segments(sample: Sample) -> list[Sample]:
             name: getattr(sample, name)[start:end]
             for name in ("response_ids", "behavior_logprobs", "versions", "loss_mask")
         }
-        found.append(replace(sample, prompt=prompt, segment_starts=None, step_rewards=None, **own))
-    return found
+        samples.append(
+            replace(sample, prompt=prompt, segment_starts=None, step_rewards=None, **own)
+        )
+    return samples
 
 
 def differs(engines: Engines, sample: Sample) -> float:
-    """Largest |engine's log-prob - transformers'| of sampled tokens, each turn under the weights of
-    its version."""
-    found = 0.0
+    """Return the largest absolute difference between the log-probs of the engine and of
+    transformers for sampled tokens, each turn with the weights of its version."""
+    largest = 0.0
     for start, end in turns(sample):
         (version,) = set(sample.versions[start:end].tolist())
         reference = engines.reference(version).logprobs(
             sample.prompt.token_ids, sample.response_ids[:end].tolist(), 1.0
         )[start:]
         own = torch.from_numpy(sample.behavior_logprobs[start:end].copy())
-        found = max(found, float((own - reference).abs().max()))
-    return found
+        largest = max(largest, float((own - reference).abs().max()))
+    return largest
 
 
-def test_an_update_in_the_middle_of_a_tool_call_neither_waits_for_it_nor_disturbs_it(
+def test_an_update_during_a_tool_call_does_not_wait_for_it(
     engines: Engines, tmp_path: Path
 ) -> None:
     (handle,) = engines.handles
@@ -95,7 +97,7 @@ def test_an_update_in_the_middle_of_a_tool_call_neither_waits_for_it_nor_disturb
     for sample in sampled(handle, others):
         assert sample.versions.tolist() == [0] * sample.length
         assert differs(engines, sample) < TOLERANCE
-    engines.publish(1)  # and returns
+    engines.publish(1)  # Returns during the call.
     (tmp_path / "go").touch()
     (sample,) = outcomes(handle, [asked[0].id])
     assert isinstance(sample, Sample)
@@ -113,10 +115,10 @@ def test_an_update_in_the_middle_of_a_tool_call_neither_waits_for_it_nor_disturb
     assert sample.text.count("[environment, reward") == TURNS
 
 
-def test_a_stop_string_ends_its_turn_and_is_not_looked_for_in_the_environments_words(
+def test_a_stop_string_ends_its_turn_and_may_occur_in_content(
     engines: Engines,
 ) -> None:
-    """`7 w` stands in the words of every sample."""
+    """The content of every sample contains `7 w`."""
     samples = sampled(engines.handles[0], engines.asked([prompt_of(4, 9)], 16))
     stopped = 0
     for sample in samples:
@@ -127,9 +129,7 @@ def test_a_stop_string_ends_its_turn_and_is_not_looked_for_in_the_environments_w
     assert stopped
 
 
-def test_a_sample_that_is_aborted_in_its_environment_begins_anew(
-    engines: Engines, tmp_path: Path
-) -> None:
+def test_a_sample_aborted_in_its_environment_begins_again(engines: Engines, tmp_path: Path) -> None:
     (handle,) = engines.handles
     asked = engines.asked([prompt_of(5, 1, fault="waits", folder=str(tmp_path))], 1)
     submit(handle, asked)
@@ -143,7 +143,7 @@ def test_a_sample_that_is_aborted_in_its_environment_begins_anew(
     assert len(turns(sample)) == TURNS
 
 
-def test_an_environment_that_fails_costs_its_sample_and_is_shown_with_it(engines: Engines) -> None:
+def test_a_failing_environment_fails_its_sample_and_is_logged(engines: Engines) -> None:
     prompts = [prompt_of(5, 1, fault=fault) for fault in ("reset", "raises", None)]
     failed, raised, fine = sampled(engines.handles[0], engines.asked(prompts, 1))
     assert (failed.reward_error, failed.loss_mask.tolist()) == (
@@ -156,10 +156,8 @@ def test_an_environment_that_fails_costs_its_sample_and_is_shown_with_it(engines
     assert "KeyError: 'secret'" in engines.specs[0].reward_log.read_text()
 
 
-def test_training_uses_what_an_agents_openai_client_received_over_an_update(
-    engines: Engines, tmp_path: Path
-) -> None:
-    """The module's last test: it leaves the engine to agents."""
+def test_a_sample_has_what_the_client_of_openai_received(engines: Engines, tmp_path: Path) -> None:
+    """The last test of the module, because it replaces the environment of the engine."""
     (handle,) = engines.handles
     give_environment(handle, AGENT, template=WORDY)
 
@@ -176,7 +174,7 @@ def test_training_uses_what_an_agents_openai_client_received_over_an_update(
     first, second = segments(sample)
     assert first.prompt.token_ids == (9, 5, 6, 10, 11)
     assert second.prompt.token_ids == (9, 5, 10, 11)
-    logprobs, *counts, refused = json.loads((tmp_path / "told").read_text())
+    logprobs, *counts, refused = json.loads((tmp_path / "results").read_text())
     assert "segment 3 of the sample" in refused
     spans = turns(first)
     assert [end - start for start, end in spans + turns(second)] == [len(logprobs), *counts]

@@ -1,10 +1,10 @@
-"""Tools of tests: the public functions of a module."""
+"""Tools of tests: the public functions of this module."""
 
-from math import gcd  # noqa: F401 - another module's, so no tool
+from math import gcd  # noqa: F401 - not a tool, because another module defines it
 
 
 def add(a: int, b: int) -> int:
-    """Adds."""
+    """Add two numbers."""
     return _plus(a, b)
 
 

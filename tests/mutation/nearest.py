@@ -9,7 +9,7 @@ from pathlib import Path
 
 FOLDERS = ("tests/unit", "tests/loop")
 PROGRAM = re.compile(r"tests\.\w+\.\w+")
-PROCESSES = ("tests/parallel", "tests/engine", "tests/faults")
+PROCESSES = ("tests/parallel", "tests/engine", "tests/faults", "tests/end_to_end")
 """Folders of tests that start ranks, engines or commands."""
 
 
@@ -32,12 +32,7 @@ class ImportMap:
         module's names, and by how few other modules they import."""
         name = Path(file).stem if Path(file).stem != "__init__" else Path(file).parent.name
         ranked = []
-        tests = (
-            one
-            for one in sorted(self._files)
-            if one.startswith(folders) and Path(one).name.startswith("test_")
-        )
-        for test in tests:
+        for test in self.tests(folders):
             distance = self._distance(test, file)
             if distance is not None:
                 named = Path(test).stem.removeprefix("test_") == name
@@ -45,6 +40,13 @@ class ImportMap:
                 ranked.append((not named, distance, -uses, len(self._imports(test)), test))
         ranked.sort()
         return [test for *_, test in ranked]
+
+    def tests(self, folders: tuple[str, ...]) -> list[str]:
+        return [
+            one
+            for one in sorted(self._files)
+            if one.startswith(folders) and Path(one).name.startswith("test_")
+        ]
 
     def _uses(self, test: str, file: str) -> int:
         """Return how often `test` uses names that it imports from `file`."""

@@ -47,6 +47,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.mutation.executed import RECORDER, ExecutedFunctions, among, recorded
 from tests.mutation.mutants import Mutant, package_mutants, sample
 from tests.mutation.nearest import PROCESSES, ImportMap
 
@@ -67,8 +68,9 @@ DOCUMENTED = {
 }
 """Beginning of a file -> the test that compares its values with a page of docs/. Such values are
 read when a module is imported, so no test executes their lines."""
-PROCESS_TESTS = 3
-"""Number of files of tests in processes that judge a mutant that the others leave."""
+PROCESS_TESTS = 4
+"""Number of the nearest, and of the fastest, test files with processes that judge a mutant that the
+others leave."""
 TESTS_S = 60.0
 """Total duration of the tests of one round that execute a mutant's lines."""
 NAMED_TESTS_S = 900.0
@@ -77,8 +79,6 @@ FILE_S = 900.0
 OTHERS_S, ELSEWHERE_S = 15.0, 60.0
 """Total length of tests that may execute a mutant's lines unseen: in a fixture of an earlier test,
 or in another process; the second if no test in this process executes them."""
-PROCESS_S = 0.3
-"""Shortest duration of a Python process with the package."""
 FACTOR = 6.0
 EXTRA_S = 60.0
 """A test with a mutant may take FACTOR times its usual duration plus EXTRA_S; longer is a hang."""
@@ -102,6 +102,7 @@ class Baseline:
     seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, list[str]] = field(default_factory=dict)
     imported: list[str] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
 
 
 class LineRecorder:
@@ -198,6 +199,8 @@ class Workspace:
             if name and (ROOT / name).exists():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.root / name, follow_symlinks=False)
+        # Where Python finds it at the start of each process: tests change PYTHONPATH.
+        shutil.copy2(ROOT / RECORDER, self.root)
         self._output = folder / "output"
         subprocess.run(
             [sys.executable, "-m", "compileall", "-q", self.root / PACKAGE, self.root / "tests"],
@@ -331,23 +334,24 @@ class Judge:
         for path in sorted((workspace.root / PACKAGE).rglob("*.py")):
             package.update(path.read_bytes())
         self._package = package.hexdigest()
+        self._executed = ExecutedFunctions(workspace.root, self._cache)
 
     def verdict(self, mutant: Mutant) -> str:
         """Return `survived`, or the reason why the mutant was killed."""
         places = {f"{mutant.file}:{line}" for line in range(mutant.lines[0], mutant.lines[1] + 1)}
         files = self._map.nearest(mutant.file)
         near, far = files[: self._nearest], files[self._nearest :]
-        others: list[tuple[bool, float, str]] = []
+        others: list[tuple[float, str]] = []
         executed = False
         # Most mutants only need the baseline of one file.
-        for at, some in enumerate((near[:1], near[1:3], near[3:], [WHOLE_LOOP, *far])):
-            tests, more = self._tests(some, places)
-            others += more if at < 3 else []
+        for some in filter(None, (near[:1], near[1:3], near[3:], [WHOLE_LOOP, *far])):
+            tests, more = self._tests(some, places, mutant.place, imports=some[0] in near)
+            others += more
             executed = executed or bool(tests)
             if (killer := self._killer(mutant, self._within(tests, TESTS_S))) is not None:
                 return killer
         length = OTHERS_S if executed else ELSEWHERE_S
-        chosen = self._within([test for *_, test in sorted(others)], length)
+        chosen = self._within([test for _, test in sorted(others)], length)
         for prefix, test in DOCUMENTED.items():
             passes = self._baseline(test.partition("::")[0]).seconds
             if mutant.file.startswith(prefix) and test in passes:
@@ -355,9 +359,12 @@ class Judge:
         return self._killer(mutant, chosen) or self._killer_in_processes(mutant) or "survived"
 
     def _killer_in_processes(self, mutant: Mutant) -> str | None:
-        """The first of the nearest test files with ranks, engines or commands that fails, or null.
-        Their lines are executed in other processes, so whole files run."""
-        for file in self._map.nearest(mutant.file, PROCESSES)[:PROCESS_TESTS]:
+        """The first test file with ranks, engines or commands that fails, or null. Whole files run,
+        because functions executed in other processes are known by file."""
+        files = self._map.tests(PROCESSES)
+        fastest = self._executed.fastest_with(files, mutant.file, mutant.place, FILE_S)
+        near = [one for one in self._map.nearest(mutant.file, PROCESSES) if one in fastest]
+        for file in dict.fromkeys([*near[:PROCESS_TESTS], *fastest[:PROCESS_TESTS]]):
             if self._passes(file) and self.verdict_of(mutant, [file]) != "survived":
                 # Again without the mutant: a test that fails on a busy machine kills none.
                 del self._passing[file]
@@ -395,21 +402,24 @@ class Judge:
         return chosen
 
     def _tests(
-        self, files: list[str], places: set[str]
-    ) -> tuple[list[str], list[tuple[bool, float, str]]]:
-        """Return tests that execute one of the lines, and others that may, as (far, seconds, test):
-        those whose file has such tests, since fixtures may have executed it, and, far, those long
-        enough to have started a process."""
+        self, files: list[str], places: set[str], function: str, *, imports: bool
+    ) -> tuple[list[str], list[tuple[float, str]]]:
+        """Return tests that execute one of the lines, and others that may, as (seconds, test):
+        tests of a file whose fixtures, imports (if `imports`) or other processes execute them."""
         first, others = [], []
         for file in files:
             baseline = self._baseline(file)
             hits = {test for test, lines in baseline.lines.items() if not places.isdisjoint(lines)}
-            near = bool(hits) or not places.isdisjoint(baseline.imported)
+            unseen = (
+                bool(hits)
+                or (imports and not places.isdisjoint(baseline.imported))
+                or among(baseline.elsewhere, next(iter(places)).partition(":")[0], function)
+            )
             for test, seconds in sorted(baseline.seconds.items(), key=lambda item: item[1]):
                 if test in hits:
                     first.append(test)
-                elif file != WHOLE_LOOP and (near or seconds > PROCESS_S):
-                    others.append((not near, seconds, test))
+                elif file != WHOLE_LOOP and unseen:
+                    others.append((seconds, test))
         return first, others
 
     def _killer(self, mutant: Mutant, tests: list[str]) -> str | None:
@@ -434,7 +444,8 @@ class Judge:
     def _baseline(self, file: str) -> Baseline:
         if file not in self._baselines:
             text = (self._workspace.root / file).read_bytes()
-            digest = hashlib.sha256(self._package.encode() + text).hexdigest()
+            recorder = Path(__file__).read_bytes()
+            digest = hashlib.sha256(self._package.encode() + text + recorder).hexdigest()
             path = self._cache / f"{digest[:32]}.json"
             if path.exists():
                 self._baselines[file] = Baseline(**json.loads(path.read_text(encoding="utf-8")))
@@ -452,7 +463,9 @@ class Judge:
     def _measured(self, file: str) -> Baseline:
         def act() -> dict[str, Any]:
             recorder = LineRecorder(self._workspace.root)
-            _pytest([file], recorder)
+            with recorded(self._workspace.root, os.environ) as functions:
+                _pytest([file], recorder)
+            recorder.baseline.elsewhere = functions
             return vars(recorder.baseline)
 
         found = self._workspace.run(act, FILE_S)

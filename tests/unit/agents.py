@@ -1,4 +1,4 @@
-"""Agents of tests: they do at the endpoint what their prompt requests."""
+"""Agents and tools of tests. An agent calls the endpoint as its prompt requests."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ import pytest
 from megatron_async_rl.samples import Prompt
 
 
-def ask(base_url: str, limit_s: float | None = None, **body: Any) -> dict[str, Any]:
+def complete(base_url: str, limit_s: float | None = None, **body: Any) -> dict[str, Any]:
     if body.get("stream"):
         body.setdefault("stream_options", {"include_usage": True})
     request = urllib.request.Request(
@@ -28,12 +28,12 @@ def ask(base_url: str, limit_s: float | None = None, **body: Any) -> dict[str, A
             text = answer.read().decode()
     except urllib.error.HTTPError as error:
         raise RuntimeError(json.loads(error.read())["error"]["message"]) from None
-    said: dict[str, Any] = streamed(text) if body.get("stream") else json.loads(text)
-    return said
+    response: dict[str, Any] = streamed(text) if body.get("stream") else json.loads(text)
+    return response
 
 
 def streamed(text: str) -> dict[str, Any]:
-    """One answer, put together of the chunks of a stream."""
+    """Return the response that the chunks of a stream form together."""
     *chunks, end = (line.removeprefix("data: ") for line in text.split("\n\n") if line)
     assert end == "[DONE]"
     first, last, *usage = map(json.loads, chunks)
@@ -45,17 +45,17 @@ def streamed(text: str) -> dict[str, Any]:
 
 
 def run(prompt: Prompt, base_url: str) -> float:
-    """Calls a tool until the model answers with none, as agents do."""
+    """Call the model and its tools until the model calls no tool, as agents do."""
     fault = prompt.fields.get("fault")
     if fault == "silent":
         return 1.0
     if fault in ("compacts", "compacts when full"):
-        return compacts(prompt.fields["question"], base_url, full=fault != "compacts")
+        return compacting_agent(prompt.fields["question"], base_url, full=fault != "compacts")
     if fault == "has a loop":
         asyncio.run(asyncio.sleep(0))
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # as time limits of the main thread do
-    if fault == "goes elsewhere":
-        raise ValueError(elsewhere(prompt.fields["question"], base_url, prompt.fields["path"]))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # As time limits of the main thread do.
+    if fault == "requests another path":
+        raise ValueError(request_path(prompt.fields["question"], base_url, prompt.fields["path"]))
     if fault == "works alone":
         while not Path(prompt.fields["until"]).exists():
             time.sleep(0.01)
@@ -64,23 +64,23 @@ def run(prompt: Prompt, base_url: str) -> float:
     messages = body.pop("messages", messages)
     if fault == "reads chunks":
         options = {"include_usage": True} if prompt.fields["usage"] else {}
-        said = ask(base_url, messages=messages, stream=True, stream_options=options)
-        return float(("usage" in said) == bool(options))
-    if fault in ("asks again", "asks twice"):
+        response = complete(base_url, messages=messages, stream=True, stream_options=options)
+        return float(("usage" in response) == bool(options))
+    if fault in ("retries", "repeats"):
         with suppress(TimeoutError):
-            ask(base_url, 0.1 if fault == "asks again" else None, messages=messages, **body)
+            complete(base_url, 0.1 if fault == "retries" else None, messages=messages, **body)
     while True:
-        answer = ask(base_url, messages=messages, logprobs=True, **body)
+        answer = complete(base_url, messages=messages, logprobs=True, **body)
         choice = answer["choices"][0]
         assert len(choice["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
-        messages.append(choice["message"] | {"refusal": None})  # as clients' objects have it
+        messages.append(choice["message"] | {"refusal": None})  # Clients add this key.
         if fault == "forgets":
             messages = [*messages[2:], {"role": "user", "content": "and now?"}]
             continue
-        if fault == "gives up":
+        if fault == "abandons a call":
             messages.append({"role": "user", "content": "and?"})
             with suppress(TimeoutError):
-                ask(base_url, limit_s=0.1, messages=messages)
+                complete(base_url, limit_s=0.1, messages=messages)
             return 3.0
         if fault == "rewrites" and "tool_calls" in messages[-1]:
             (call,) = messages[-1]["tool_calls"]
@@ -97,41 +97,42 @@ def run(prompt: Prompt, base_url: str) -> float:
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
 
-def elsewhere(question: str, base_url: str, path: str) -> str:
-    """Answer of that address, in JSON."""
+def request_path(question: str, base_url: str, path: str) -> str:
+    """Return the error of a request to `path`, as JSON."""
     request = urllib.request.Request(
         base_url.removesuffix("/v1") + path,
         data=json.dumps({"messages": [{"role": "user", "content": question}]}).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with pytest.raises(urllib.error.HTTPError) as found, urllib.request.urlopen(request):
+    with pytest.raises(urllib.error.HTTPError) as caught, urllib.request.urlopen(request):
         pass
-    error = json.loads(found.value.read())["error"]
-    return json.dumps({"status": found.value.code, **error})
+    error = json.loads(caught.value.read())["error"]
+    return json.dumps({"status": caught.value.code, **error})
 
 
-def compacts(question: str, base_url: str, *, full: bool) -> float:
-    """Has two threads. `full`: the second is begun once the first has no room."""
+def compacting_agent(question: str, base_url: str, *, full: bool) -> float:
+    """Run an agent with two threads of messages. `full`: the second begins when the first is
+    full."""
     threads = [
         [{"role": "user", "content": question}],
         [{"role": "user", "content": "it was 42"}],
     ]
     for number, more in ((0, None), *([(0, "so?")] if full else []), (1, None)):
         try:
-            say(threads[number], base_url, more)
+            continue_thread(threads[number], base_url, more)
         except RuntimeError as error:
             if not full or "context_length_exceeded" not in str(error):
                 raise
     if not full:
-        say(threads[1], base_url, "sure?")
-        say(threads[0], base_url, "so?")
+        continue_thread(threads[1], base_url, "sure?")
+        continue_thread(threads[0], base_url, "so?")
     return 7.0
 
 
-def say(messages: list[dict[str, Any]], base_url: str, more: str | None) -> None:
+def continue_thread(messages: list[dict[str, Any]], base_url: str, more: str | None) -> None:
     if more is not None:
         messages.append({"role": "user", "content": more})
-    answer = ask(base_url, messages=messages)
+    answer = complete(base_url, messages=messages)
     messages.append(answer["choices"][0]["message"])
 
 
@@ -139,13 +140,13 @@ def say(messages: list[dict[str, Any]], base_url: str, more: str | None) -> None
 
 
 def times(a: int, b: int = 2) -> int:
-    """Multiplies two numbers.
+    """Multiply two numbers.
 
-    More on it.
+    This paragraph is not part of the description.
 
     Args:
-        a: The one.
-        b (int): The other.
+        a: First factor.
+        b (int): Second factor.
     """
     if a == 13:
         raise ZeroDivisionError("not thirteen")
@@ -153,17 +154,17 @@ def times(a: int, b: int = 2) -> int:
 
 
 async def looked_up(words: list[str]) -> dict[str, int]:
-    """Counts letters."""
+    """Count the letters of each word."""
     await asyncio.sleep(0 if words else 3600)
     return {word: len(word) for word in words}
 
 
 def sleeps() -> str:
-    """Never answers."""
+    """Sleep for an hour."""
     time.sleep(3600)
     return ""
 
 
 def untyped(a) -> str:  # type: ignore[no-untyped-def]
-    """Has a parameter without a type."""
+    """Return a parameter that has no type annotation."""
     return str(a)

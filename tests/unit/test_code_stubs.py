@@ -1,4 +1,4 @@
-"""Values between the test and the response's code (code_stubs.py)."""
+"""Encoding of values between the test and the code of the response (code_stubs.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUES = [
 
 
 class Kept:
-    """The numbers of values that stay on this side."""
+    """Numbers of the values that stay on this side."""
 
     def __init__(self) -> None:
         self.values: list[object] = []
@@ -43,8 +43,8 @@ class Kept:
         return plain, self.values[number]
 
 
-def crossed(value: object, kept: Kept, room: int = 10_000) -> object:
-    sent = json.loads(json.dumps(Encoder(kept.number, room).encode(value)))
+def crossed(value: object, kept: Kept, limit: int = 10_000) -> object:
+    sent = json.loads(json.dumps(Encoder(kept.number, limit).encode(value)))
     return decode(sent, kept.values.__getitem__, kept.like)
 
 
@@ -61,10 +61,10 @@ def test_a_subclass_arrives_as_its_base_with_its_number() -> None:
     assert crossed(counter, kept) == ({"a": 2, "b": 1}, counter)
 
 
-def test_any_other_value_stays_and_is_found_by_its_number() -> None:
+def test_any_other_value_stays_and_has_a_number() -> None:
     kept, value = Kept(), object()
     assert crossed([1, value], kept) == [1, value]
-    with pytest.raises(TypeError, match="a object cannot be given"):
+    with pytest.raises(TypeError, match="a object cannot be passed"):
         Encoder(lambda value: None, 100).encode(value)
 
 
@@ -72,7 +72,7 @@ def test_any_other_value_stays_and_is_found_by_its_number() -> None:
     ("value", "length"),
     [("abc", 4), (True, 1), (2**29, 11), ([1.0], 3), (b"12", 3), ({1.5: 2.5}, 4)],
 )
-def test_a_value_has_the_room_that_it_needs_and_no_more(value: object, length: int) -> None:
+def test_a_value_needs_exactly_its_length(value: object, length: int) -> None:
     assert crossed(value, Kept(), length) == value
     with pytest.raises(TooLong):
         crossed(value, Kept(), length - 1)

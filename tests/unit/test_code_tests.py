@@ -1,5 +1,5 @@
-"""Tests of the reward `code`: every form in which data sets write them is read or refused, and none
-that would pass without testing anything is accepted."""
+"""Formats of tests for the reward `code`: every format of public data sets is read or refused, and
+a test that would pass without testing the code is refused."""
 
 import ast
 from typing import Any
@@ -14,8 +14,8 @@ from megatron_async_rl.samples import Prompt
 CHECK = "def check(candidate):\n  "
 
 
-def found(tests: Any, entry_point: Any = None) -> Any:
-    """The tests that are read, without the marks of assertions; or the message of the error."""
+def parsed_or_error(tests: Any, entry_point: Any = None) -> Any:
+    """Return the tests without the marks of assertions, or the message of the error."""
     fields = {"tests": tests, "entry_point": entry_point}
     try:
         read = read_tests(Prompt(id="p", text="?", token_ids=(1,), fields=fields))
@@ -54,22 +54,22 @@ REFUSED: list[tuple[Any, str]] = [
     ("Tests:\n```python\nassert f(1) == 2\n```", "is not Python"),
     ("['assert f(1) == 2'", "is not Python"),
     ("{}", "has an `input` that is None"),
-    ([*ASSERT, {"input": "1", "output": "2"}], "holds 'assert f(1) == 2'"),
+    ([*ASSERT, {"input": "1", "output": "2"}], "has the test 'assert f(1) == 2'"),
     ([{"input": "1", "output": "2"}, {"input": 1, "output": "2"}], "is 1 (test 2 of 2)"),
     ({"inputs": ["1"], "outputs": []}, "has 1 inputs and 0 outputs"),
     ({"inputs": [[1]], "outputs": [[2]], "fn_name": "f"}, "has `fn_name` 'f'"),
     ([{"input": "1", "output": "2", "testtype": "functional"}], "has `testtype` 'functional'"),
     ([{"input": "1", "output": "2", "type": "function_call"}], "has `type` 'function_call'"),
-    ([{"input": "1", "output": " \n"}], "has an `output` that shows nothing"),
-    ([["1", "2"]], "holds ['1', '2']"),
+    ([{"input": "1", "output": " \n"}], "has an `output` without a visible character"),
+    ([["1", "2"]], "has the test ['1', '2']"),
     (float("nan"), "is nan"),
 ]
 
 
-def test_tests_are_read_in_every_form_that_data_sets_have_or_refused() -> None:
-    assert [(given, found(given)) for given, _ in FORMS] == FORMS
+def test_every_format_of_data_sets_is_read_or_refused() -> None:
+    assert [(given, parsed_or_error(given)) for given, _ in FORMS] == FORMS
     for given, message in REFUSED:
-        assert message in found(given), given
+        assert message in parsed_or_error(given), given
 
 
 def test_the_setup_of_a_row_runs_before_each_of_its_tests() -> None:
@@ -89,34 +89,34 @@ def test_the_setup_of_a_row_runs_before_each_of_its_tests() -> None:
         read(test_imports=[1])
 
 
-def test_an_entry_point_is_a_name_that_the_code_can_give_a_function() -> None:
+def test_an_entry_point_is_a_possible_name_of_a_function() -> None:
     for name in ("f", "_", "élan"):
-        assert isinstance(found(ASSERT, name), list) == (name != "_"), name
+        assert isinstance(parsed_or_error(ASSERT, name), list) == (name != "_"), name
     for name in ("class", "None", "lambda", "f()", "Solution().f", "", " f", "1f", "sum", "print"):
-        assert "`entry_point` is" in found(ASSERT, name), name
+        assert "`entry_point` is" in parsed_or_error(ASSERT, name), name
     for value in (["f"], 1, True, float("nan"), "_f", "ｆ"):
-        assert "`entry_point` is" in found(ASSERT, value), value
+        assert "`entry_point` is" in parsed_or_error(ASSERT, value), value
 
 
 VACUOUS: list[tuple[str, str]] = [
     ("def helper():\n  assert f(1) == 2", "nothing calls `helper`"),
     ("def helper():\n  assert f(1) == 2\ndef other():\n  helper()", "nothing calls `helper`"),
     ("def test_a():\n  def inner():\n    assert f(1) == 2", "nothing calls `inner`"),
-    ("def test_a():\n  return\n  assert f(1) == 2", "line 3 that is never run"),
-    ("def test_a():\n  raise ValueError\n  assert f(1) == 2", "line 3 that is never run"),
+    ("def test_a():\n  return\n  assert f(1) == 2", "line 3 that never runs"),
+    ("def test_a():\n  raise ValueError\n  assert f(1) == 2", "line 3 that never runs"),
     ("async def test_f():\n  assert f(1) == 2", "`test_f`, which is `async`"),
     ("def test_f():\n  assert f(1) == 2\n  yield", "`test_f`, which has a `yield`"),
     ("def test_f(x):\n  assert f(x) == 2", "`test_f(x)`, which is called with no argument"),
     ("class Suite:\n  def test_it(self): assert f(1) == 2", "nothing calls `Suite.test_it`"),
     ("class A:\n  def run(self): assert f(1) == 2\nA()", "nothing calls `run`"),
-    ("if False:\n  assert f(1) == 2", "line 2 that is never run"),
+    ("if False:\n  assert f(1) == 2", "line 2 that never runs"),
     (
         "def helper():\n  assert f(1) == 2\ntry: g()\nexcept E:\n  if False: helper()",
         "nothing calls `helper`",
     ),
-    ("if not True or 1 > 2:\n  assert f(1) == 2", "line 2 that is never run"),
-    ("while 0:\n  assert f(1) == 2", "line 2 that is never run"),
-    ("for x in []:\n  assert f(x) == 2", "line 2 that is never run"),
+    ("if not True or 1 > 2:\n  assert f(1) == 2", "line 2 that never runs"),
+    ("while 0:\n  assert f(1) == 2", "line 2 that never runs"),
+    ("for x in []:\n  assert f(x) == 2", "line 2 that never runs"),
     ("assert True", "no `assert` that depends on the code: line 1 is assert True"),
     ("f(1)\nassert True", "no `assert` that depends on the code"),
     ("assert len('ab') == 2", "no `assert` that depends on the code"),
@@ -139,10 +139,10 @@ VACUOUS: list[tuple[str, str]] = [
 ]
 
 
-def test_a_test_that_would_pass_for_no_code_is_refused() -> None:
+def test_a_test_that_would_pass_without_code_is_refused() -> None:
     for source, message in VACUOUS:
-        assert message in found(source, "f"), source
-        assert "(test 2 of 2)" in found([*ASSERT, source], "f"), source
+        assert message in parsed_or_error(source, "f"), source
+        assert "(test 2 of 2)" in parsed_or_error([*ASSERT, source], "f"), source
 
 
 SOUND = [
@@ -178,7 +178,7 @@ SOUND = [
 ]
 
 
-def test_sound_tests_are_accepted_and_marks_change_nothing_in_them() -> None:
+def test_sound_tests_are_accepted_and_marks_do_not_change_them() -> None:
     for source in SOUND:
         name = "Counter" if "Counter" in source else "f"
         marked = prepared(source, name)
@@ -191,8 +191,8 @@ def test_sound_tests_are_accepted_and_marks_change_nothing_in_them() -> None:
         assert ast.unparse(Unmarked().visit(ast.parse(marked))) == ast.unparse(ast.parse(source))
 
 
-def test_a_test_may_hold_much_data() -> None:
-    """It is searched for names and calls alone."""
+def test_a_test_may_contain_megabytes_of_data() -> None:
+    """The analysis reads only names and calls."""
     data = str([[one, [one] * 20] for one in range(2000)])
     source = f"{CHECK}for x, y in {data}:\n    assert candidate(x) == y"
     validate_row("code", {}, {"tests": source, "entry_point": "f"})

@@ -1,4 +1,4 @@
-"""`mar report A B C ...`: several runs on one page."""
+"""Tests of the comparison of several runs on one page (`mar report A B C`)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_reward_is_drawn_over_steps_tokens_and_seconds(two: tuple[Path, Path]) -
     assert [curve.name for curve in trained] == ["slow", "fast"]
 
 
-def test_supervised_runs_show_their_loss_and_no_empty_reward(tmp_path: Path) -> None:
+def test_supervised_runs_show_their_loss_and_no_reward(tmp_path: Path) -> None:
     for name in ("one", "other"):
         log = MetricsLog(tmp_path / name, tensorboard=False, first_step=1)
         for step in range(1, 21):
@@ -103,26 +103,26 @@ def test_only_settings_that_differ_are_listed(two: tuple[Path, Path]) -> None:
     }
 
 
-def test_how_the_runs_ended_stands_side_by_side(two: tuple[Path, Path]) -> None:
+def test_the_results_of_the_runs_are_in_one_table(two: tuple[Path, Path]) -> None:
     ends = dict(ends_of(compared(*two)))
     assert ends["time in steps"] == ["0:16", "0:08"]
     assert ends["held-out reward after"] == ["0.800", "0.800"]
     assert ends["mean cosine of consecutive gradients"] == ["0.250", "0.250"]
 
 
-def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
+def test_runs_with_the_same_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / folder / "run", lr=0.5) for folder in ("a", "b")]
     assert [one.name for one in compared(*runs)] == ["a/run", "b/run"]
 
 
-def test_no_two_runs_look_alike(tmp_path: Path) -> None:
+def test_every_run_has_its_own_colour_and_line_style(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"run{i}", lr=0.5) for i in range(len(COLOURS) + 2)]
-    looks = {(one.colour, one.dotted) for one in compared(*runs)}
-    assert len(looks) == len(runs)
+    styles = {(one.colour, one.dotted) for one in compared(*runs)}
+    assert len(styles) == len(runs)
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_page_and_the_sheet_lie_in_the_folder_of_the_runs(
+def test_the_page_and_the_picture_are_written_to_the_folder_of_the_runs(
     tmp_path: Path, two: tuple[Path, Path]
 ) -> None:
     html_path, png_path = write_comparison(two)
@@ -130,8 +130,8 @@ def test_the_page_and_the_sheet_lie_in_the_folder_of_the_runs(
     assert png_path.read_bytes()[:4] == b"\x89PNG"
     page = re.sub(r"<head>.*?</head>", "", html.unescape(html_path.read_text()), flags=re.DOTALL)
     assert not re.search(r"@[A-Z]+@", page)
-    for words in ("2 runs compared", "Settings that differ", "seconds in steps", "slow", "fast"):
-        assert words in page
+    for text in ("2 runs compared", "Settings that differ", "seconds in steps", "slow", "fast"):
+        assert text in page
 
 
 def test_the_command_compares_several_runs_and_reports_one(

@@ -1,4 +1,4 @@
-"""Reference vectors are met, and `mar conform` reports so, or the differences."""
+"""Tests of reference vectors and of the reports of `mar conform`."""
 
 from __future__ import annotations
 
@@ -42,21 +42,22 @@ SMALL = {
 
 
 def changed(path, value):
-    """SMALL with the entry at `path` (keys, dotted) set to `value`, or taken out with `...`."""
+    """Return a copy of SMALL with `value` at `path` (dotted keys), or without that entry for
+    `...`."""
     case = copy.deepcopy(SMALL)
-    *way, last = path.split(".")
-    place = case
-    for key in way:
-        place = place[key]
+    *parents, last = path.split(".")
+    parent = case
+    for key in parents:
+        parent = parent[key]
     if value is ...:
-        del place[last]
+        del parent[last]
     else:
-        place[last] = value
+        parent[last] = value
     return case
 
 
 def conform(tmp_path, content):
-    """(exit code, everything printed) of `mar conform` on one file."""
+    """Run `mar conform` on a file with `content`; return (exit code, output)."""
     file = tmp_path / "cases.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     done = CliRunner().invoke(app, ["conform", str(file)])
@@ -65,13 +66,13 @@ def conform(tmp_path, content):
 
 
 @looped("case", CASES)
-def test_a_reference_vector_is_met(case):
+def test_a_reference_vector_passes(case):
     outcome = judge(case)
     assert outcome.passed, outcome.reason
 
 
 @looped("case", CASES)
-def test_a_reference_vector_with_one_number_changed_is_not_met(case):
+def test_a_reference_vector_with_a_changed_number_fails(case):
     for key, values in case.expect.items():
         wrong = {**case.expect, key: values.copy()}
         first = np.unravel_index(int(np.argmax(np.abs(values))), values.shape)
@@ -79,15 +80,15 @@ def test_a_reference_vector_with_one_number_changed_is_not_met(case):
         assert not judge(type(case)(**{**vars(case), "expect": wrong})).passed
 
 
-def test_vectors_that_are_met_end_with_code_0(tmp_path):
+def test_the_exit_code_is_0_if_all_cases_pass(tmp_path):
     code, output = conform(tmp_path, [SMALL])
     assert code == 0
     assert "pass" in output
     assert "largest error" in output
-    assert "all 1 cases passed" in output
+    assert "1 of 1 cases passed" in output
 
 
-def test_one_case_that_fails_ends_with_code_1_and_the_largest_error(tmp_path):
+def test_the_exit_code_is_1_if_a_case_fails_and_its_largest_error_is_shown(tmp_path):
     code, output = conform(tmp_path, [SMALL, {**changed("expect.loss", 0.5), "case": "two"}])
     assert code == 1
     assert "loss is -0.10172" in output
@@ -105,13 +106,13 @@ def test_one_case_that_fails_ends_with_code_1_and_the_largest_error(tmp_path):
         ("params.clip_low", {"a": [1]}, "params.clip_low"),
         ("params.aggregation", "mean", "aggregation mean"),
         ("inputs.mask", ..., "inputs.mask is missing"),
-        ("inputs.logp_old", [[0.0, 0.0], [0.0, 0.0]], "inputs.logp_old is not a batch's column"),
-        ("inputs.advantages", [1.0, 2.0], "inputs.advantages: expected numbers per token"),
+        ("inputs.logp_old", [[0.0, 0.0], [0.0, 0.0]], "inputs.logp_old is not a column of a batch"),
+        ("inputs.advantages", [1.0, 2.0], "inputs.advantages: expected one number per token"),
         ("expect.entropy", 1.0, "expect.entropy"),
         ("expect.loss", [[1.0, 1.0], [1.0, 1.0]], "has shape [2, 2]"),
     ],
 )
-def test_a_case_this_project_does_not_have_fails_with_its_reason_and_the_next_one_still_runs(
+def test_a_case_that_cannot_run_fails_with_its_reason_and_the_next_case_runs(
     tmp_path, path, value, reason
 ):
     code, output = conform(tmp_path, [changed(path, value), {**SMALL, "case": "next"}])
@@ -132,8 +133,8 @@ def test_a_case_this_project_does_not_have_fails_with_its_reason_and_the_next_on
         ([changed("case", ...)], "entry 0: has no `case`"),
         ([changed("params", [])], "`params` is list, expected dict"),
         ([changed("expect", {})], "`expect` is empty"),
-        ([changed("inputs.logp", [[1.0, 2.0], [3.0]])], "`logp`: its rows are not of one length"),
-        ([changed("inputs.logp", [[1.0, 2.0], 3.0])], "`logp`: its rows are not of one length"),
+        ([changed("inputs.logp", [[1.0, 2.0], [3.0]])], "`logp`: its rows differ in length"),
+        ([changed("inputs.logp", [[1.0, 2.0], 3.0])], "`logp`: its rows differ in length"),
         ([changed("inputs.logp", [[1.0], [2.0]])], "shapes differ"),
         ([changed("inputs.rewards", [1.0])], "shapes differ"),
         ([changed("inputs.logp", [["a", 2.0], [3.0, 4.0]])], "`logp`: expected numbers"),
@@ -141,23 +142,21 @@ def test_a_case_this_project_does_not_have_fails_with_its_reason_and_the_next_on
         ([changed("inputs.logp", None)], "`logp`: expected numbers"),
         ([changed("inputs.logp", [[float("nan"), 2.0], [3.0, 4.0]])], "`logp`: expected numbers"),
         ([changed("inputs.mask", [[0.5, 1.0], [1.0, 0.0]])], "`mask`: expected"),
-        ([changed("inputs.logp", [[10**400, 2.0], [3.0, 4.0]])], "beyond float64"),
+        ([changed("inputs.logp", [[10**400, 2.0], [3.0, 4.0]])], "outside the range of float64"),
         ([SMALL, SMALL], "case 'one': occurs twice"),
         ([changed("dtype", "half")], "`dtype` is 'half', expected one of float32, float64"),
         ([changed("dtype", ["float32"])], "`dtype` is ['float32'], expected one of"),
         ("[" * 100_000, "is not JSON"),
     ],
 )
-def test_a_file_that_is_no_list_of_cases_ends_with_code_2_and_what_is_wrong(
-    tmp_path, content, what
-):
+def test_an_invalid_file_of_cases_is_refused_with_its_name_and_the_problem(tmp_path, content, what):
     code, output = conform(tmp_path, content)
     assert code == 2
     assert what in output
     assert "cases.json" in output
 
 
-def test_a_file_that_cannot_be_read_is_refused_before_any_case_runs(tmp_path):
+def test_an_unreadable_file_is_refused_before_any_case_runs(tmp_path):
     good = tmp_path / "good.json"
     good.write_text(json.dumps([SMALL]))
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
@@ -172,7 +171,7 @@ def test_a_file_that_cannot_be_read_is_refused_before_any_case_runs(tmp_path):
         assert "pass" not in done.output
 
 
-def test_what_padding_holds_is_without_effect():
+def test_values_at_padding_have_no_effect():
     case = changed("inputs.logp_prox", [[-1.1, -2.5], [-3.0, -40.0]])
     case["inputs"]["advantages"][1][1] = 9.0
     outcome = judge_one(case)
@@ -180,6 +179,7 @@ def test_what_padding_holds_is_without_effect():
 
 
 def judge_one(entry):
+    """Return the result of a case in the format of a file."""
     from megatron_async_rl.conform.methods import Case
 
     arrays = {
@@ -190,7 +190,7 @@ def judge_one(entry):
     return judge(Case(**about, **arrays))
 
 
-def test_a_float64_reference_is_met_to_1e_6_and_a_float32_one_to_what_float32_gives():
+def test_a_float32_reference_has_a_wider_tolerance_than_a_float64_one():
     exact = float(SMALL["expect"]["loss"])
     for value, passes in ((exact + 5e-7, True), (exact + 3e-6, False)):
         assert judge_one(changed("expect.loss", value)).passed is passes
@@ -200,9 +200,9 @@ def test_a_float64_reference_is_met_to_1e_6_and_a_float32_one_to_what_float32_gi
         assert judge_one(single).passed is passes
 
 
-def test_the_precision_is_the_files_and_not_guessed_from_its_numbers(tmp_path):
-    """3e-6 is within float32's tolerance and not within float64's, whatever the number looks like:
-    here it is exact in float32."""
+def test_the_tolerance_depends_on_the_dtype_of_the_case_not_on_its_numbers(tmp_path):
+    """An error of 3e-6 passes with float32's tolerance and fails with float64's, although the
+    expected number is exact in float32."""
     number = float(np.float32(SMALL["expect"]["loss"] + 3e-6))
     wrong = changed("expect.loss", number)
     wrong["expect"] = {"loss": number}
@@ -213,7 +213,7 @@ def test_the_precision_is_the_files_and_not_guessed_from_its_numbers(tmp_path):
         assert conform(tmp_path, [case])[0] == code
 
 
-def test_log_ratios_of_fifty_and_rows_without_a_token_do_not_break_a_comparison():
+def test_a_case_may_have_log_ratios_of_50_and_sequences_without_tokens():
     case = copy.deepcopy(SMALL)
     case["inputs"] = {
         "logp": [[-1.0, -51.0], [0.0, 0.0]],
@@ -221,13 +221,13 @@ def test_log_ratios_of_fifty_and_rows_without_a_token_do_not_break_a_comparison(
         "advantages": [[-1.0, -1.0], [1.0, 1.0]],
         "mask": [[1.0, 1.0], [0.0, 0.0]],
     }
-    # The first ratio is cut at exp(20), where its gradient ends; the second is clipped at 0.8.
+    # The first ratio is capped at exp(20), so its gradient is 0; the second is clipped at 0.8.
     case["expect"] = {"loss": (np.exp(20.0) + 0.8) / 2, "grad_logp": [[0.0, 0.0], [0.0, 0.0]]}
     outcome = judge_one(case)
     assert outcome.passed, outcome.reason
 
 
-def test_a_rate_that_depends_on_the_run_is_not_compared(tmp_path):
+def test_a_reference_ratio_that_needs_a_run_is_refused(tmp_path):
     case = {
         "case": "one",
         "kind": "scalar",
@@ -239,4 +239,4 @@ def test_a_rate_that_depends_on_the_run_is_not_compared(tmp_path):
     }
     code, output = conform(tmp_path, [case])
     assert code == 1
-    assert "auto is known only within a run" in output
+    assert "auto needs a run; set a number" in output

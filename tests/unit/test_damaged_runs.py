@@ -1,8 +1,9 @@
-"""No command ends with a traceback for a file of a run that is missing, damaged, unreadable or of
-another kind: it reports the file by name, or continues where it does not need it.
+"""Tests of every command with damaged runs. If a file of a run is missing, damaged, unreadable or
+of another kind, a command names the file in its error, or continues without it; it never ends with
+a traceback.
 
-Each command meets each file with one way of damage, another for each pair; MAR_TESTS=all (`make
-test-all`) tries every way.
+Each pair of command and file is tested with one kind of damage, which varies between pairs.
+MAR_TESTS=all (`make test-all`) tests every kind.
 """
 
 from __future__ import annotations
@@ -84,29 +85,30 @@ READS = {
     "eval of hf": ("hf", "config.yaml", "metrics.jsonl", "status.json"),
     "engines": ("config.yaml", "lock", "status.json", "engines", "samples"),
 }
-"""Beginnings of the files that a command may read, where those are few."""
-WHOLE = {"simulate": 2, "engines": 2, "train": 130, "convert": 2}
-"""Exit codes for a whole run, where they are not 0: it has too few steps to take rates from, is not
-running, is stopped before its ranks make a step, and has no weights to convert."""
-REACHED = "all that is read before the model"
+"""Command -> beginnings of the paths that it may read. Other commands may read all files."""
+INTACT = {"simulate": 2, "engines": 2, "train": 130, "convert": 2}
+"""Command -> exit code for an intact run, if it is not 0. The run has too few steps to derive
+rates, is not active, is stopped before its ranks take a step, and has no weights to convert."""
+REACHED = "reached the model"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a whole run, and a copy next to it: `kept`."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an intact run. The folder `original` next to it is a copy."""
+    folder = tmp_path_factory.mktemp("runs") / "intact"
     folder.mkdir()
     damageable_run(folder)
-    shutil.copytree(folder, folder.with_name("kept"))
+    shutil.copytree(folder, folder.with_name("original"))
     return folder
 
 
 @pytest.fixture
 def run(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
+    intact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str, str, str], Result]]:
-    """`run(command, file, damage)`: the command's result, with `file` of the run damaged so."""
-    monkeypatch.chdir(whole)
+    """Yield a function `run(command, file, damage)` that damages `file` of the run and returns the
+    result of the command."""
+    monkeypatch.chdir(intact)
     monkeypatch.setattr(launcher, "POLL_S", 0.01)
     monkeypatch.setattr(launcher, "_start_ranks", lambda *_: subprocess.Popen(["true"]))
     monkeypatch.setattr(launcher, "_kill_leftovers", lambda *_: None)
@@ -116,31 +118,31 @@ def run(
 
     def of(command: str, file: str, damage: str) -> Result:
         restore()
-        config, run_dir = whole / "config.yaml", whole / "out"
+        config, run_dir = intact / "config.yaml", intact / "out"
         if damage:
             DAMAGES[damage](run_dir / file)
         with permissions_count():
             result = CliRunner().invoke(cli.app, COMMANDS[command](config, run_dir))
             if command == "dashboard" and result.exit_code == 0:
-                _ask(run_dir)
+                _browse(run_dir)
         return result
 
     def restore() -> None:
-        for path in whole.iterdir():
+        for path in intact.iterdir():
             _unlock(path)
             remove(path)
-        shutil.copytree(whole.with_name("kept"), whole, dirs_exist_ok=True)
+        shutil.copytree(intact.with_name("original"), intact, dirs_exist_ok=True)
 
     yield of
-    restore()  # pytest removes it
+    restore()  # so that pytest can remove the folder
 
 
 def _reached(*_: Any, **__: Any) -> None:
     raise UserError.of("model", REACHED, "")
 
 
-def _ask(run_dir: Path) -> None:
-    """Send a browser's requests; a UserError is shown on the page."""
+def _browse(run_dir: Path) -> None:
+    """Call the dashboard as a browser's requests do. The page would show a UserError."""
     served = Dashboard([run_dir])
     served.state("0", "")
     try:
@@ -156,37 +158,38 @@ def _unlock(path: Path) -> None:
             _unlock(one)
 
 
-def test_every_command_takes_a_run_that_is_whole(run: Callable[[str, str, str], Result]) -> None:
+def test_every_command_accepts_an_intact_run(run: Callable[[str, str, str], Result]) -> None:
     for command in COMMANDS:
         result = run(command, "", "")
-        assert result.exit_code == WHOLE.get(command, 0), (command, result.output)
+        assert result.exit_code == INTACT.get(command, 0), (command, result.output)
         assert (REACHED in result.output) == (command == "convert")
 
 
 @pytest.mark.parametrize("place", range(len(FILES)), ids=FILES)
-def test_no_command_ends_in_a_traceback(
-    run: Callable[[str, str, str], Result], whole: Path, place: int
+def test_no_command_ends_with_a_traceback(
+    run: Callable[[str, str, str], Result], intact: Path, place: int
 ) -> None:
-    file, found = FILES[place], []
+    file, failures = FILES[place], []
     for number, command in enumerate(COMMANDS):
         read = READS.get(command, ("",))
         if not file.startswith(read):
             continue
-        for damage in _damages(whole.with_name("kept") / "out" / file, place + number):
+        for damage in _damages(intact.with_name("original") / "out" / file, place + number):
             try:
                 result = run(command, file, damage)
-            except Exception as error:  # noqa: BLE001 - of the dashboard
-                found.append((command, damage, "".join(traceback.format_exception(error)[-3:])))
+            except Exception as error:  # noqa: BLE001 - from `_browse`
+                failures.append((command, damage, "".join(traceback.format_exception(error)[-3:])))
                 continue
             if not isinstance(result.exception, SystemExit | None):
                 trace = traceback.format_exception(*(result.exc_info or sys.exc_info()))
-                found.append((command, damage, "".join(trace[-3:])))
+                failures.append((command, damage, "".join(trace[-3:])))
             elif result.exit_code not in (0, 130):
                 assert "fix: " in result.output, (command, damage, result.output)
-    assert not found, "\n".join(map(str, found))
+    assert not failures, "\n".join(map(str, failures))
 
 
 def _damages(path: Path, turn: int) -> list[str]:
+    """Return the kinds of damage to test: one of the possible ones, by `turn`, or all of them."""
     present = {"removed", "torn", "locked"}
     possible = [one for one in DAMAGES if path.exists() or one not in present]
     if THOROUGH:

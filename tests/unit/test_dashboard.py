@@ -1,4 +1,4 @@
-"""`mar dashboard`: what the server hands out and to whom, and the page in a real browser."""
+"""Tests of `mar dashboard`: the server's responses, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ def served(*runs: Path, host: str = "localhost", allowed: Sequence[str] = ()) ->
         server.server_close()
 
 
-def ask(url: str, **headers: str) -> tuple[int, bytes]:
+def get(url: str, **headers: str) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
-            return answer.status, answer.read()
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as response:
+            return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
 
 
-def test_a_view_is_sent_again_only_when_its_run_has_news(tmp_path: Path) -> None:
+def test_a_view_is_sent_again_only_after_its_run_has_changed(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "run", 3)
     dashboard = Dashboard([run])
     first = state_of(dashboard)
@@ -88,7 +88,7 @@ def test_a_view_is_sent_again_only_when_its_run_has_news(tmp_path: Path) -> None
     assert [len(one["panels"][0]["curves"][0]["y"]) for one in (first, second)] == [3, 4]
 
 
-def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_line_is_read_once_and_only_when_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     file = GrowingFile(path)
     assert file.new_lines() == ([], False)
@@ -105,7 +105,7 @@ def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
     assert GrowingFile(path, newest=10).new_lines() == ([b"last"], False)
 
 
-def test_a_run_is_shown_before_its_first_step_and_from_then_on(tmp_path: Path) -> None:
+def test_a_run_is_shown_before_and_after_its_first_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     dashboard = Dashboard([run])
@@ -120,7 +120,7 @@ def test_a_run_is_shown_before_its_first_step_and_from_then_on(tmp_path: Path) -
     assert re.search(r"newest step \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", state["parts"]["WHERE"])
 
 
-def test_a_damaged_line_stays_on_the_page_until_it_is_mended(tmp_path: Path) -> None:
+def test_the_page_shows_a_damaged_line_until_it_is_repaired(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "run", 2)
     dashboard = Dashboard([run])
     state_of(dashboard)
@@ -135,7 +135,7 @@ def test_a_damaged_line_stays_on_the_page_until_it_is_mended(tmp_path: Path) -> 
     assert len(state["panels"][0]["curves"][0]["y"]) == 2
 
 
-def test_several_runs_lie_on_each_other_and_each_has_a_page(tmp_path: Path) -> None:
+def test_several_runs_share_panels_and_each_has_a_page(tmp_path: Path) -> None:
     runs = [sampled_run(tmp_path / name, 3) for name in ("a", "b")]
     begun, damaged = tmp_path / "begun", tmp_path / "damaged"
     begun.mkdir()
@@ -151,11 +151,11 @@ def test_several_runs_lie_on_each_other_and_each_has_a_page(tmp_path: Path) -> N
     assert state_of(dashboard, "1")["parts"]["TITLE"] == "b"
 
 
-def test_nothing_is_served_but_the_runs_and_only_to_this_host(tmp_path: Path) -> None:
+def test_only_the_runs_are_served_and_only_under_names_of_this_host(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "run", 2)
     (tmp_path / "secret").write_text("secret")
     with served(run) as url:
-        assert ask(url)[0] == 200
+        assert get(url)[0] == 200
         for path in (
             "../secret",
             "%2e%2e/secret",
@@ -169,24 +169,24 @@ def test_nothing_is_served_but_the_runs_and_only_to_this_host(tmp_path: Path) ->
             "samples/1",
             "/etc/passwd",
         ):
-            status, content = ask(url + path)
+            status, content = get(url + path)
             assert (status, b"secret" in content) == (404, False), path
-        assert ask(url + "state/0", Host="evil.example:80")[0] == 403
-        assert ask(url + "state/0", Host="127.0.0.1")[0] == 200
+        assert get(url + "state/0", Host="evil.example:80")[0] == 403
+        assert get(url + "state/0", Host="127.0.0.1")[0] == 200
 
 
 @pytest.mark.parametrize("host", ["localhost", "0.0.0.0"])
-def test_a_browser_that_asks_for_another_name_is_refused_with_the_option(
+def test_a_request_for_another_host_name_is_refused_and_the_error_names_the_option(
     tmp_path: Path, host: str
 ) -> None:
-    """On every address: a page of another site may give this machine's a name of its own."""
+    # A page of another site may resolve its own name to this machine (DNS rebinding).
     run = sampled_run(tmp_path / "run", 1)
     with served(run, host=host, allowed=["Runs.Example."]) as url:
         for name in ("evil.example", "evil.example:8470", "[::1", "127.0.0.1.evil.example"):
-            status, said = ask(url, Host=name)
+            status, content = get(url, Host=name)
             assert status == 403, name
-        assert b"does not answer to the name '127.0.0.1.evil.example'" in said
-        assert b"--allow-host 127.0.0.1.evil.example" in said
+        assert b"does not accept the host name '127.0.0.1.evil.example'" in content
+        assert b"--allow-host 127.0.0.1.evil.example" in content
         names = [
             "192.0.2.7:80",
             "[2001:db8::7]:80",
@@ -196,7 +196,7 @@ def test_a_browser_that_asks_for_another_name_is_refused_with_the_option(
         ]
         own = socket.gethostname()
         for name in [*names, *([own, f"{own}:8470"] if host == "0.0.0.0" else [])]:
-            assert ask(url, Host=name)[0] == 200, name
+            assert get(url, Host=name)[0] == 200, name
 
 
 def test_a_request_without_a_host_is_refused(tmp_path: Path) -> None:
@@ -219,19 +219,19 @@ def test_samples_are_browsed_by_step_and_reward(tmp_path: Path) -> None:
     assert shown(log)[:2] == ["4-3", "4-2"]
     assert shown(log, step="3", order="best") == ["2-3", "2-2", "2-1", "2-0"]
     assert shown(log, order="worst")[:3] == ["0-0", "0-1", "0-2"]
-    assert shown(log, least="1.1", most="2") == ["2-0", "1-3", "1-2", "1-1"]
+    assert shown(log, minimum="1.1", maximum="2") == ["2-0", "1-3", "1-2", "1-1"]
     assert shown(log, kind="evaluated", step="0") == ["-1-1", "-1-0"]
-    assert shown(log, kind="all", order="best")[0] == "5-3", "what waits is among all"
+    assert shown(log, kind="all", order="best")[0] == "5-3", "`all` includes waiting samples"
     drawn = shown(log, order="random")
     assert sorted(drawn) == sorted(shown(log))
     assert drawn != shown(log)
-    assert "it has those of steps 1 to 5" in log.answer({"step": "9"})["words"]
-    for query in ({"order": "up"}, {"path": "/etc/passwd"}, {"step": "-1"}, {"least": "nan"}):
+    assert "which has steps 1 to 5" in log.answer({"step": "9"})["message"]
+    for query in ({"order": "up"}, {"path": "/etc/passwd"}, {"step": "-1"}, {"minimum": "nan"}):
         with pytest.raises(UserError):
             log.answer(query)
 
 
-def test_a_sample_whose_reward_failed_is_shown_with_the_words_of_its_error(tmp_path: Path) -> None:
+def test_a_sample_whose_reward_failed_is_shown_with_its_error(tmp_path: Path) -> None:
     def fail(one: Sample) -> Sample:
         wrong = one.id == "4-3"
         return replace(one, reward_error="ValueError: <red>") if wrong else one
@@ -241,7 +241,7 @@ def test_a_sample_whose_reward_failed_is_shown_with_the_words_of_its_error(tmp_p
     assert found.count('class="error"') == 1
 
 
-def test_a_long_answer_comes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_response_comes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_browser, "AT_ONCE", 8)
     log = SampleBrowser(logged_run(tmp_path))
     parts = [shown(log, order="best", start=str(start)) for start in (0, 8, 16)]
@@ -250,7 +250,7 @@ def test_a_long_answer_comes_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [log.answer({"start": start})["more"] for start in ("8", "16")] == [True, False]
 
 
-def test_a_file_of_the_log_that_did_not_grow_is_not_read_again(
+def test_a_file_of_the_log_is_read_again_only_if_it_has_grown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = SampleBrowser(logged_run(tmp_path))
@@ -264,7 +264,7 @@ def test_a_file_of_the_log_that_did_not_grow_is_not_read_again(
     assert reads == []
 
 
-def test_short_spans_of_a_process_are_drawn_as_one_piece() -> None:
+def test_short_spans_of_a_process_are_merged() -> None:
     states = ("busy", "idle")
     spans = [
         Span(track="e", state=states[i % 5 == 4], start=i / 100, end=(i + 1) / 100)
@@ -280,34 +280,34 @@ def test_short_spans_of_a_process_are_drawn_as_one_piece() -> None:
 # The command
 
 
-def test_a_port_in_use_and_a_run_that_is_none_are_refused_with_the_fix(tmp_path: Path) -> None:
+def test_a_port_in_use_and_invalid_arguments_are_refused_with_a_fix(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "run", 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         result = CliRunner().invoke(app, ["dashboard", str(run), "--port", port])
     assert result.exit_code == 2
-    assert f"port {port} is already in use on localhost\n  fix: name another one" in result.output
+    assert f"port {port} is already in use on localhost\n  fix: name another port" in result.output
     for arguments, what in (
         ([tmp_path / "none"], "none is not a directory"),
-        ([tmp_path], "is not a run, and has 1 in it"),
+        ([tmp_path], "is not a run; it contains 1"),
         ([run, run], "named twice"),
-        ([run, "--host", "192.0.2.1", "--port", "0"], "192.0.2.1 cannot be listened on"),
+        ([run, "--host", "192.0.2.1", "--port", "0"], "cannot listen on 192.0.2.1"),
         (
             [run, "--host", "192.0.2.1", "--allow-host", "http://a/"],
-            "'http://a/' is not a host's name",
+            "'http://a/' is not a host name",
         ),
     ):
         result = CliRunner().invoke(app, ["dashboard", *map(str, arguments)])
         assert (result.exit_code, what in result.output) == (2, True), result.output
 
 
-def test_ctrl_c_ends_it_with_code_0(tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_dashboard_with_exit_code_0(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "run", 1)
     command = [sys.executable, "-m", "megatron_async_rl", "dashboard", str(run), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[0]
-        assert ask(url)[0] == 200
+        assert get(url)[0] == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 0
 
@@ -316,7 +316,7 @@ def test_ctrl_c_ends_it_with_code_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(DRIVER is None or BROWSER is None, reason=MISSING)
-def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) -> None:
+def test_the_page_works_in_a_browser_on_a_phone_and_with_a_dark_theme(tmp_path: Path) -> None:
     parts = {"parts": {"alignment": {"settings": {"learner": "a long key"}}}}
     config = CONFIG | {"rollout": {"reward": parts}}
     runs = [sampled_run(tmp_path / "plain", 12, config), fleet_run(tmp_path / "fleet", 12)]
@@ -338,7 +338,7 @@ def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) 
         )
         ends = f"[...{ess}.querySelectorAll('text[text-anchor=end]')].map(one => one.textContent)"
         ticks = page.run(f"return {ends}")
-        assert len(set(ticks)) == len(ticks) > 1, "ticks close to 1 are told apart"
+        assert len(set(ticks)) == len(ticks) > 1, "ticks close to 1 have different labels"
         legend = "[...document.querySelectorAll('#first .legend button')]"
         assert page.run(f"return {legend}.map(one => one.textContent)") == ["plain", "fleet"]
         page.run(f"{legend}[0].click()")
@@ -346,14 +346,14 @@ def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) 
 
         page.run("location.hash = '#1'")
         page.wait_for("document.querySelector('.sample')")
-        assert page.run("return document.title") == "fleet", "a response's script did not run"
+        assert page.run("return document.title") == "fleet", "the script of a response ran"
         assert HOSTILE in page.run("return document.querySelector('.sample .response').textContent")
         assert (
             page.run("return document.querySelectorAll('.sample img, .sample script').length") == 0
         )
         assert page.run("return document.querySelectorAll('svg path.bars').length") == 4
         top = page.run("return document.querySelector('#first svg').getBoundingClientRect().top")
-        assert top < 300, "the reward is on the first screen"
+        assert top < 300, "the reward is not on the first screen"
 
         page.run("document.querySelector('#first svg').focus()")
         page.press("ArrowLeft")
@@ -363,7 +363,7 @@ def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) 
 
         lag = "[...document.querySelectorAll('figure')].find(one => /Lag over/.test(one.innerText))"
         signs = page.run(f"return [...{lag}.querySelectorAll('.legend i')].map(i => i.className)")
-        assert signs == ["line", "diamond"], "predicted, and this run"
+        assert signs == ["line", "diamond"], "the prediction, and this run"
         page.run(f"{lag}.querySelector('svg').focus()")
         tips = {}
         for _ in PREDICTED["async_ratio"]:
@@ -374,7 +374,7 @@ def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) 
             "async_ratio 2": 1,
             "async_ratio 0.5": 1,
             "async_ratio 0": 2,
-        }, "the run itself was at 0"
+        }, "the run's own async_ratio is 0"
 
         light = page.run("return getComputedStyle(document.body).backgroundColor")
         page.show_as(width=360, dark=True)
@@ -395,5 +395,5 @@ def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) 
         page.wait_for("document.title === '2 runs compared' && document.querySelector('td')")
         values = "[...document.querySelectorAll('.compared td:nth-child(2)')]"
         places = page.run(f"return {values}.map(one => one.offsetLeft)")
-        assert max(places) < 200, "the settings' values are on the first screen"
+        assert max(places) < 200, "the values of the settings are not on the first screen"
         assert page.complaints == []

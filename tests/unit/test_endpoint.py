@@ -1,5 +1,5 @@
-"""Agents at the OpenAI-compatible endpoint: a session is one sample, token by token, of one segment
-or of several."""
+"""Agents at the OpenAI-compatible endpoint: a session is one sample with the sampled tokens, of one
+or several segments."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from megatron_async_rl.rollout.environments import (
     tool_parsers,
 )
 from megatron_async_rl.rollout.environments.endpoint import Agents
-from megatron_async_rl.rollout.environments.pool import NOTICED_S, Environments
+from megatron_async_rl.rollout.environments.pool import AGENT_GRACE_S, Environments
 from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
 from megatron_async_rl.rollout.vllm.tool_parser import ToolParser, call_beginnings
 from megatron_async_rl.samples import Prompt
@@ -35,23 +35,23 @@ from tests.cases import looped
 from tests.characters import TEMPLATE, characters, read, save_characters
 
 CALLED = '<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>'
-SAYS = [CALLED, "42"]
+TURNS = [CALLED, "42"]
 FUNCTION = {"function": "tests.unit.agents:run"}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model directory with a tokenizer alone."""
+    """Model directory that has only a tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     characters(folder)
     return folder
 
 
-def sampler(requested: list[list[int]], says: Sequence[str] = SAYS) -> Any:
-    async def sample(wanted: TurnRequest) -> Turn:
-        requested.append(list(wanted.ids))
-        whole = [*map(ord, says[(len(requested) - 1) % 2]), 1]
-        sampled = whole[: wanted.maximum]
+def sampler(requested: list[list[int]], turns: Sequence[str] = TURNS) -> Any:
+    async def sample(request: TurnRequest) -> Turn:
+        requested.append(list(request.ids))
+        whole = [*map(ord, turns[(len(requested) - 1) % 2]), 1]
+        sampled = whole[: request.maximum]
         tokens = PartialResponse(
             response_ids=np.array(sampled, dtype=np.int32),
             behavior_logprobs=np.full(len(sampled), -0.5, dtype=np.float32),
@@ -83,7 +83,7 @@ class Played:
         self,
         max_tokens: int = 400,
         max_segments: int = 1,
-        says: Sequence[str] = SAYS,
+        turns: Sequence[str] = TURNS,
         **fields: Any,
     ) -> tuple[Transcript, str | None, list[list[int]]]:
         update = {"max_segments": max_segments}
@@ -91,7 +91,7 @@ class Played:
         requested: list[list[int]] = []
         prompt = Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields)
         transcript = Transcript(prompt)
-        play = self.agents.play(transcript, sampler(requested, says), max_tokens)
+        play = self.agents.play(transcript, sampler(requested, turns), max_tokens)
         return transcript, self.runner.run(play), requested
 
     async def close(self) -> None:
@@ -107,24 +107,24 @@ def played(model: Path) -> Iterator[Played]:
         runner.run(played.close())
 
 
-def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model: Path) -> None:
-    """It is answered after the agent has ended; another one never is."""
+def test_an_abandoned_call_enters_no_sample_and_delays_no_end(model: Path) -> None:
+    """One call is sampled after its agent has ended, another call never."""
 
     async def run(agents: Agents) -> Transcript:
         begun: list[list[int]] = []
         sample, requested, answered = sampler(begun), asyncio.Event(), asyncio.Event()
 
-        async def slowly(wanted: TurnRequest) -> Turn:
+        async def slowly(request: TurnRequest) -> Turn:
             if begun:
                 requested.set()
                 await answered.wait()
-            turn: Turn = await sample(wanted)
+            turn: Turn = await sample(request)
             return turn
 
         def prompt(**fields: Any) -> Prompt:
             return Prompt(id="p", text="", token_ids=(9,) * 30, fields={"question": "?", **fields})
 
-        transcript = Transcript(prompt(fault="gives up"))
+        transcript = Transcript(prompt(fault="abandons a call"))
         assert await agents.play(transcript, slowly, 400) is None
         await requested.wait()
         answered.set()
@@ -150,11 +150,9 @@ def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model
     assert transcript.rewards(0.0)[1].tolist()[-1] == 3.0
 
 
-def test_the_run_waits_for_an_agent_at_work_and_not_for_one_that_waits_for_the_model(
-    played: Played, tmp_path: Path
-) -> None:
-    """Until the agent's own time is over, as the watchdog sees it, and by what the engine
-    reports."""
+def test_only_an_agent_without_a_pending_call_is_at_work(played: Played, tmp_path: Path) -> None:
+    """Check the phases of the watchdog, which last until the time limit of the agent, and the count
+    that the engine reports."""
     pool, seen = played.pool, []
     begun: list[list[int]] = []
     sample = sampler(begun)
@@ -163,15 +161,15 @@ def test_the_run_waits_for_an_agent_at_work_and_not_for_one_that_waits_for_the_m
         phases = [one for one in watch.state()["activities"] if one["kind"] == "phase"]
         return pool.at_work, [one["deadline_s"] for one in phases]
 
-    async def looked(wanted: TurnRequest) -> Turn:
+    async def observe(request: TurnRequest) -> Turn:
         seen.append(now())
-        turn: Turn = await sample(wanted)
+        turn: Turn = await sample(request)
         return turn
 
     async def run() -> None:
         fields = {"question": "?", "fault": "works alone", "until": str(tmp_path / "go")}
         transcript = Transcript(Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields))
-        playing = asyncio.create_task(played.agents.play(transcript, looked, 400))
+        playing = asyncio.create_task(played.agents.play(transcript, observe, 400))
         while not pool.at_work:
             await asyncio.sleep(0.01)
         seen.append(now())
@@ -180,17 +178,18 @@ def test_the_run_waits_for_an_agent_at_work_and_not_for_one_that_waits_for_the_m
 
     played.runner.run(run())
     alone, *in_calls = seen
-    longest = pool.settings.timeout_s + NOTICED_S
+    longest = pool.settings.timeout_s + AGENT_GRACE_S
     assert alone == (1, [pytest.approx(longest, abs=20)])
     assert in_calls == [(0, []), (0, [])]
     assert now() == (0, [])
 
 
-def test_idle_strangers_are_limited_and_an_agent_is_served(
+def test_connections_without_a_session_are_limited(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest connections that sent nothing, or half a request, are closed."""
-    monkeypatch.setattr(endpoint, "STRANGERS", 4)
+    """The oldest connections that sent nothing or part of a request are closed. An agent is
+    served."""
+    monkeypatch.setattr(endpoint, "MAX_UNNAMED", 4)
 
     async def ends(reader: asyncio.StreamReader) -> bool:
         with contextlib.suppress(ConnectionError):
@@ -208,20 +207,20 @@ def test_idle_strangers_are_limited_and_an_agent_is_served(
     writers = played.runner.run(flood())
     connections = played.agents._connections
     assert connections is not None
-    assert len(connections._strangers) == 4
+    assert len(connections._unnamed) == 4
     transcript, error, _ = played(question="6*7?")
     assert error is None
     assert transcript.turns
-    assert len(connections._strangers) < 4, "the agent's connection is none"
+    assert len(connections._unnamed) < 4, "the agent's connection does not count"
     for writer in writers:
         writer.close()
 
 
 @pytest.mark.parametrize("max_segments", [1, 2])
-def test_a_call_that_is_made_again_after_a_time_out_gets_the_turn_that_was_sampled_for_it(
+def test_a_retried_call_receives_the_turn_sampled_for_it(
     played: Played, max_segments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its sample is that of an agent which was more patient."""
+    """The sample equals the sample of an agent that waited longer."""
     patient, _, _ = played(question="6*7?", max_segments=max_segments)
     begun: list[list[int]] = []
     sample, session = sampler(begun), played.agents._session
@@ -230,13 +229,13 @@ def test_a_call_that_is_made_again_after_a_time_out_gets_the_turn_that_was_sampl
         played.agents, "_session", lambda request: called.append(request) or session(request)
     )
 
-    async def late(wanted: TurnRequest) -> Turn:
-        while len(called) < 2:  # until the agent has given up, and requests again
+    async def late(request: TurnRequest) -> Turn:
+        while len(called) < 2:  # Until the agent has abandoned its call and retried it.
             await asyncio.sleep(0.01)
-        turn: Turn = await sample(wanted)
+        turn: Turn = await sample(request)
         return turn
 
-    fields = {"question": "6*7?", "fault": "asks again"}
+    fields = {"question": "6*7?", "fault": "retries"}
     transcript = Transcript(Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields))
     assert played.runner.run(played.agents.play(transcript, late, 400)) is None
     assert len(called) == 3
@@ -246,15 +245,15 @@ def test_a_call_that_is_made_again_after_a_time_out_gets_the_turn_that_was_sampl
     assert transcript.mask.tolist() == patient.mask.tolist()
 
 
-def test_a_call_that_is_made_again_after_its_answer_begins_a_segment(played: Played) -> None:
-    transcript, error, requested = played(question="6*7?", fault="asks twice", max_segments=2)
+def test_a_call_repeated_after_its_response_begins_a_segment(played: Played) -> None:
+    transcript, error, requested = played(question="6*7?", fault="repeats", max_segments=2)
     assert error is None
     assert requested[0] == requested[1]
     assert [[turn.text for turn in one.turns] for one in transcript.segments] == [[CALLED], ["42"]]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, stream: bool) -> None:
+def test_a_session_is_one_sample_of_the_sampled_tokens(played: Played, stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "times"}}]
     body = {"tools": tools, "stream": stream}
     transcript, error, requested = played(question="6 times 7?", body=body)
@@ -274,34 +273,34 @@ def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, str
     assert transcript.measured == {"unread_tool_calls": 0}
 
 
-def test_a_call_that_cannot_be_read_is_counted_and_the_agent_gets_it_as_text(
+def test_an_unread_tool_call_is_counted_and_returned_as_text(
     played: Played,
 ) -> None:
     fields = {"question": "?", "body": {"tools": [{"type": "function", "function": {"name": "f"}}]}}
-    transcript, error, _ = played(says=[f"{CALLED}<tool_call>no", "42"], **fields)
+    transcript, error, _ = played(turns=[f"{CALLED}<tool_call>no", "42"], **fields)
     assert error is not None
     assert "could not convert string to float: '<tool_call>" in error
     assert transcript.measured == {"unread_tool_calls": 1}
 
 
-def test_a_string_of_the_agents_own_ends_a_turn_and_is_not_read_by_it(played: Played) -> None:
-    wanted: list[TurnRequest] = []
+def test_a_stop_string_of_an_agent_ends_its_turn(played: Played) -> None:
+    requests: list[TurnRequest] = []
     sample = sampler([], ["42:", "42:"])
 
-    async def noted(requested: TurnRequest) -> Turn:
-        wanted.append(requested)
+    async def record(requested: TurnRequest) -> Turn:
+        requests.append(requested)
         turn: Turn = await sample(requested)
         return turn
 
     fields = {"question": "?", "body": {"stop": ":"}}
     transcript = Transcript(Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields))
-    assert played.runner.run(played.agents.play(transcript, noted, 400)) is None
-    assert [list(one.stop) for one in wanted] == [[":"]]
+    assert played.runner.run(played.agents.play(transcript, record, 400)) is None
+    assert [list(one.stop) for one in requests] == [[":"]]
     assert read(transcript.tokens.response_ids) == "42:\x01"
-    assert transcript.rewards(0.0)[0] == 42.0  # the agent read 42
+    assert transcript.rewards(0.0)[0] == 42.0  # The agent received 42.
 
 
-def test_no_tool_is_called_where_the_agent_wants_none(played: Played) -> None:
+def test_tool_choice_none_disables_tool_calls(played: Played) -> None:
     tools = [{"type": "function", "function": {"name": "times"}}]
     fields = {"question": "?", "body": {"tools": tools, "tool_choice": "none"}}
     transcript, error, _ = played(**fields)
@@ -310,13 +309,13 @@ def test_no_tool_is_called_where_the_agent_wants_none(played: Played) -> None:
     assert (len(transcript.turns), dict(transcript.measured)) == (1, {})
 
 
-def test_an_agent_that_writes_its_messages_in_another_form_continues(played: Played) -> None:
+def test_an_agent_that_reformats_its_messages_continues(played: Played) -> None:
     transcript, error, _ = played(question="6*7?", fault="rewrites")
     assert (error, len(transcript.segments), len(transcript.turns)) == (None, 1, 2)
     assert "<|user|>6*7?\x01" in read(transcript.prompt.token_ids)
 
 
-def test_a_stream_reports_the_numbers_of_tokens_on_request(played: Played) -> None:
+def test_a_stream_has_token_counts_only_on_request(played: Played) -> None:
     """Other clients read only the first choice of each chunk."""
     for requested in (False, True):
         fields = {"question": "?", "fault": "reads chunks", "usage": requested}
@@ -332,11 +331,11 @@ CALLS_NOTHING = {"role": "assistant", "tool_calls": [{"id": "1", "function": Non
     [
         ({"fault": "silent"}, "ended without a turn of the model"),
         ({"fault": "forgets"}, r"does not repeat the earlier messages.*messages\[0\] differs"),
-        ({"fault": "retools"}, "its tools differ from those of the call before"),
+        ({"fault": "retools"}, "its tools differ from the tools of the previous call"),
         ({"body": {"n": 2}}, "n must be 1"),
         ({"body": {"max_tokens": -1}}, "max_tokens must be a whole number above 0, not -1"),
         ({"body": {"max_tokens": 0}}, "max_tokens must be a whole number above 0, not 0"),
-        ({"body": {"top_logprobs": 3}}, "only the log-prob of each sampled token is known"),
+        ({"body": {"top_logprobs": 3}}, "only the log-prob of each sampled token is available"),
         ({"body": {"structured_outputs": {"regex": "a+"}}}, "structured_outputs constrains"),
         ({"body": {"guided_choice": ["a", "b"]}}, "guided_choice constrains sampling"),
         ({"body": {"logit_bias": {"7": 100}}}, "logit_bias constrains sampling"),
@@ -362,7 +361,7 @@ CALLS_NOTHING = {"role": "assistant", "tool_calls": [{"id": "1", "function": Non
         ),
     ],
 )
-def test_a_call_that_makes_no_sample_costs_it_and_is_named(
+def test_a_refused_call_fails_the_sample_and_is_named(
     played: Played, fields: dict[str, Any], what: str
 ) -> None:
     transcript, error, _ = played(**{"question": "?", **fields})
@@ -381,19 +380,19 @@ def test_a_call_that_makes_no_sample_costs_it_and_is_named(
         ("/v1/chat/completions", 413, "the call has more than 0 MiB"),
     ],
 )
-def test_an_agent_that_calls_a_missing_path_gets_an_error_and_so_does_its_sample(
+def test_an_unknown_path_returns_an_error_and_fails_the_sample(
     played: Played, monkeypatch: pytest.MonkeyPatch, path: str, status: int, what: str
 ) -> None:
     """Errors have the format of OpenAI's servers, which OpenAI's clients read."""
-    monkeypatch.setattr(endpoint, "LONGEST", 1000)
+    monkeypatch.setattr(endpoint, "MAX_REQUEST_BYTES", 1000)
 
-    async def sample(wanted: TurnRequest) -> Turn:
+    async def sample(request: TurnRequest) -> Turn:
         raise AssertionError
 
     async def run() -> str | None:
         agents = Agents(played.pool, played.agents._tokenizer, played.agents._parser)
         await agents.start()
-        fields = {"question": "?" * 2000, "fault": "goes elsewhere", "path": path}
+        fields = {"question": "?" * 2000, "fault": "requests another path", "path": path}
         transcript = Transcript(Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields))
         try:
             return await agents.play(transcript, sample, 400)
@@ -402,20 +401,25 @@ def test_an_agent_that_calls_a_missing_path_gets_an_error_and_so_does_its_sample
 
     error = played.runner.run(run())
     assert error is not None
-    said = json.loads(error.partition("ValueError: ")[2].partition(" (a call")[0])
-    assert (said["status"], said["type"], said["code"]) == (status, "invalid_request_error", None)
-    assert re.search(what, said["message"])
+    response = json.loads(error.partition("ValueError: ")[2].partition(" (a call")[0])
+    fields = (response["status"], response["type"], response["code"])
+    assert fields == (status, "invalid_request_error", None)
+    assert re.search(what, response["message"])
 
 
-def test_an_error_has_the_code_by_which_clients_know_a_full_context(played: Played) -> None:
-    fields = {"question": "?" * 500, "fault": "goes elsewhere", "path": "/v1/chat/completions"}
+def test_the_error_of_a_full_sample_has_the_code_of_openai(played: Played) -> None:
+    fields = {
+        "question": "?" * 500,
+        "fault": "requests another path",
+        "path": "/v1/chat/completions",
+    }
     _, error, _ = played(**fields)
     assert error is not None
     assert '"code": "context_length_exceeded"' in error
 
 
 def test_tools_that_the_template_does_not_read_are_refused(tmp_path: Path) -> None:
-    """The model would not know them."""
+    """Otherwise, the model would not receive them."""
     template = TEMPLATE.removeprefix("{% if tools %}{{ tools | tojson }}{% endif %}")
     with asyncio.Runner() as runner:
         played = Played(runner, tmp_path, template)
@@ -427,15 +431,15 @@ def test_tools_that_the_template_does_not_read_are_refused(tmp_path: Path) -> No
     assert not transcript.turns
 
 
-def test_an_agent_that_is_not_async_may_run_an_event_loop_of_its_own(played: Played) -> None:
+def test_an_agent_may_run_an_event_loop_of_its_own(played: Played) -> None:
     transcript, error, _ = played(question="6*7?", fault="has a loop")
     assert error is None
     assert transcript.rewards(0.0)[0] == 42.0
 
 
 def test_a_call_that_continues_no_segment_begins_a_new_one(played: Played) -> None:
-    """The agent calls the model, calls a tool, keeps only a summary of it, and requests
-    again twice; then it continues with its first thread."""
+    """The agent calls the model, calls a tool, keeps only a summary, and calls the model twice.
+    Then it continues its first thread."""
     transcript, error, requested = played(question="6*7?", fault="compacts", max_segments=2)
     assert error is None
     first, second = transcript.segments
@@ -447,7 +451,7 @@ def test_a_call_that_continues_no_segment_begins_a_new_one(played: Played) -> No
     assert read(second.ids[len(second.prompt.token_ids) :]) == (
         f"42\x01\n<|user|>sure?\x01\n<|assistant|>{CALLED}\x01"
     )
-    # Every turn was sampled after just the tokens of its segment.
+    # Each turn was sampled after exactly the tokens of its segment.
     sampled = [turn.tokens.response_ids.tolist() for turn in transcript.turns]
     assert [[*one, *two] for one, two in zip(requested, sampled, strict=True)] == [
         first.ids[: len(requested[0]) + len(sampled[0])],
@@ -473,7 +477,7 @@ def test_a_call_that_continues_no_segment_begins_a_new_one(played: Played) -> No
     assert "[segment] <|user|>it was 42<end>" in transcript.text
 
 
-def test_a_segment_more_than_there_may_be_is_refused(played: Played) -> None:
+def test_a_segment_above_the_limit_is_refused(played: Played) -> None:
     _, error, _ = played(question="6*7?", fault="compacts", max_segments=1)
     assert error is not None
     assert "segment 2 of the sample; rollout.environment.max_segments: 1" in error
@@ -491,29 +495,29 @@ def test_no_segment_is_longer_than_a_sample_of_the_run(played: Played) -> None:
     assert len(transcript.segments) == 2
 
 
-def test_a_sample_that_has_no_room_for_another_call_is_cut_and_not_in_error(
+def test_a_sample_without_room_for_another_call_is_truncated(
     played: Played,
 ) -> None:
     for maximum in (len(CALLED) + 3, len(CALLED) + 10):
         transcript, error, _ = played(max_tokens=maximum, question="?")
         assert (error, transcript.truncated) == (None, True)
         assert transcript.mask[-1] == 1
-        assert transcript.text.count("[environment") == 0  # of the call that was refused
+        assert transcript.text.count("[environment") == 0  # Of the refused call.
         assert transcript.length <= maximum
 
 
-def test_a_program_is_an_agent_too(model: Path, tmp_path: Path) -> None:
+def test_a_program_may_be_an_agent(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "agent.py"
     file.write_text(
         "import json, os, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
-        "from tests.unit.agents import ask\n"
-        "asked = json.loads(sys.stdin.read(), parse_constant=str)\n"
-        "assert asked['fields']['hardness'] is None\n"
-        "said = ask(os.environ['OPENAI_BASE_URL'], messages=[\n"
-        "    {'role': 'user', 'content': asked['fields']['question']}])\n"
+        "from tests.unit.agents import complete\n"
+        "prompt = json.loads(sys.stdin.read(), parse_constant=str)\n"
+        "assert prompt['fields']['hardness'] is None\n"
+        "response = complete(os.environ['OPENAI_BASE_URL'], messages=[\n"
+        "    {'role': 'user', 'content': prompt['fields']['question']}])\n"
         "print('done')\n"
-        "print(len(said['choices'][0]['message']['tool_calls']))\n"
+        "print(len(response['choices'][0]['message']['tool_calls']))\n"
     )
     with asyncio.Runner() as runner:
         played = Played(runner, model, settings={"command": [sys.executable, str(file)]})
@@ -523,8 +527,8 @@ def test_a_program_is_an_agent_too(model: Path, tmp_path: Path) -> None:
     assert transcript.rewards(0.0)[0] == 1.0
 
 
-def test_a_brace_is_no_call_of_a_parser_whose_calls_begin_with_a_token(tmp_path: Path) -> None:
-    """Llama's parser reports each brace that begins no JSON."""
+def test_a_brace_does_not_begin_a_call_that_begins_with_a_token(tmp_path: Path) -> None:
+    """Llama's parser reports an error for each brace that does not begin JSON."""
     save_characters(tmp_path, special=["<|python_tag|>"])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     parser = ToolParser("llama3_json", tmp_path, (1,))
@@ -537,7 +541,7 @@ def test_a_brace_is_no_call_of_a_parser_whose_calls_begin_with_a_token(tmp_path:
     assert UNREAD in message("<|python_tag|>{broken}")
 
 
-def test_what_is_no_call_stays_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_without_a_valid_call_stays_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = ToolParser("hermes", model, (1,))
     logged: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -550,19 +554,19 @@ def test_what_is_no_call_stays_text(model: Path, monkeypatch: pytest.MonkeyPatch
     text = "the answer is 42"
     assert message(text) == {"role": "assistant", "content": text}
     text = "<tool_call>{broken}</tool_call>"
-    said = message(text)
-    assert said.pop(UNREAD).startswith("JSONDecodeError: Expecting property name")
-    assert said == {"role": "assistant", "content": text}
-    assert logged == [], "a policy makes thousands of them"
-    said = message(f"let me see {CALLED}{CALLED}")
-    assert said["content"] == "let me see "
-    assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [
+    parsed = message(text)
+    assert parsed.pop(UNREAD).startswith("JSONDecodeError: Expecting property name")
+    assert parsed == {"role": "assistant", "content": text}
+    assert logged == [], "a policy samples thousands of such texts"
+    parsed = message(f"let me see {CALLED}{CALLED}")
+    assert parsed["content"] == "let me see "
+    assert [json.loads(call["function"]["arguments"]) for call in parsed["tool_calls"]] == [
         {"a": 6, "b": 7}
     ] * 2
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "mimo", "minimax_m2", "seed_oss"])
-def test_a_call_that_a_parser_passes_over_is_unread(tmp_path: Path, name: str) -> None:
+def test_a_call_that_a_parser_ignores_is_unread(tmp_path: Path, name: str) -> None:
     marks = ("<tool_call>", "<minimax:tool_call>", "<seed:tool_call>")
     ends = [mark.replace("<", "</", 1) for mark in marks]
     save_characters(tmp_path, special=[*marks, *ends])
@@ -578,9 +582,9 @@ def test_a_call_that_a_parser_passes_over_is_unread(tmp_path: Path, name: str) -
     assert begin in message(f"let me see {begin}times of 6 and 7")[UNREAD]
 
 
-def test_a_parser_has_the_marks_of_its_calls() -> None:
-    """Parsers without marks read lists in brackets or do not publish their marks; a word is not
-    a mark."""
+def test_the_marks_of_a_parsers_calls_are_known() -> None:
+    """Parsers without marks read lists in brackets or do not publish their marks. A word is not a
+    mark."""
     from vllm.tool_parsers import ToolParserManager
 
     class Whatever(dict[str, int]):
@@ -606,11 +610,11 @@ def test_a_parser_has_the_marks_of_its_calls() -> None:
     }
 
 
-def test_a_call_may_stand_between_tokens_that_are_no_text(tmp_path: Path) -> None:
+def test_a_call_may_be_between_special_tokens(tmp_path: Path) -> None:
     model = save_characters(tmp_path, special=("<tool_call>", "</tool_call>"))
     call = CALLED.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    said = ToolParser("hermes", model, (1,)).message([2, *map(ord, call), 3, 1], call)
-    assert [one["function"]["name"] for one in said["tool_calls"]] == ["times"]
+    parsed = ToolParser("hermes", model, (1,)).message([2, *map(ord, call), 3, 1], call)
+    assert [one["function"]["name"] for one in parsed["tool_calls"]] == ["times"]
 
 
 def test_tool_parsers_are_those_of_vllm_that_read_text(model: Path) -> None:
@@ -622,7 +626,7 @@ def test_tool_parsers_are_those_of_vllm_that_read_text(model: Path) -> None:
             parser.extract_tool_calls(parser.__new__(parser), "", None)
         except NotImplementedError:
             return False
-        except Exception:  # noqa: BLE001 - it would, of a model that has its tokens
+        except Exception:  # noqa: BLE001 - it would not fail for a model with its tokens
             return True
         return True
 
@@ -636,12 +640,12 @@ def test_tool_parsers_are_those_of_vllm_that_read_text(model: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({}, "give either `function`"),
+        ({}, "set either `function`"),
         ({"function": "tests.unit.agents:walk"}, "has no attribute 'walk'"),
         ({"program": "x"}, "unexpected keyword argument"),
     ],
 )
-def test_an_agent_that_cannot_be_is_refused(settings: dict[str, Any], what: str) -> None:
+def test_invalid_settings_of_an_agent_are_refused(settings: dict[str, Any], what: str) -> None:
     with pytest.raises(EnvironmentRefused) as refused:
         load_factory(EnvironmentConfig(name="agent", settings=settings))
     assert refused.value.where == "rollout.environment.settings"

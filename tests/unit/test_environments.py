@@ -1,5 +1,5 @@
-"""Samples of several turns: their tokens, masks and rewards, with environments in processes of
-their own, and what it costs when one of these misbehaves."""
+"""Multi-turn samples: their tokens, masks and rewards, with environments in processes of their own,
+and failures of environments, which affect only their sample."""
 
 import asyncio
 import io
@@ -73,7 +73,7 @@ def prompt_of(**fields: Any) -> Prompt:
 
 
 class Words:
-    """A tokenizer of `w7`-like words."""
+    """Tokenizer of words such as `w7`."""
 
     eos_ids = (0,)
 
@@ -85,16 +85,17 @@ class Words:
 
 
 class Sampler:
-    """Turns of two tokens, the second one the end; the version grows with each turn."""
+    """Sampler of turns with two tokens, the last an end-of-turn token. Each turn has a new
+    version."""
 
-    def __init__(self, told: Callable[[int], None]) -> None:
-        self.asked: list[tuple[list[int], int, int]] = []
-        self.length, self.told = 2, told
+    def __init__(self, on_turn: Callable[[int], None]) -> None:
+        self.requested: list[tuple[list[int], int, int]] = []
+        self.length, self.on_turn = 2, on_turn
 
-    async def __call__(self, asked: TurnRequest) -> Turn:
-        self.asked.append((list(asked.ids), asked.begun, asked.maximum))
-        number, length = len(self.asked), min(self.length, asked.maximum)
-        self.told(number)
+    async def __call__(self, request: TurnRequest) -> Turn:
+        self.requested.append((list(request.ids), request.begun, request.maximum))
+        number, length = len(self.requested), min(self.length, request.maximum)
+        self.on_turn(number)
         tokens = PartialResponse(
             response_ids=np.array([10 * number, 0][:length], dtype=np.int32),
             behavior_logprobs=np.full(length, -0.1 * number, dtype=np.float32),
@@ -105,7 +106,7 @@ class Sampler:
 
 
 class Played:
-    """Conversations over one pool, whose processes the tests share."""
+    """Conversations with one pool, whose processes the tests share."""
 
     def __init__(self, runner: asyncio.Runner) -> None:
         self.runner = runner
@@ -120,7 +121,7 @@ class Played:
     def __call__(
         self, *prompts: Prompt, max_tokens: int = 100, **own: Any
     ) -> list[tuple[Transcript, str | None, Sampler]]:
-        """One conversation for each prompt, at the same time."""
+        """Return one conversation per prompt; all of them run concurrently."""
 
         async def one(prompt: Prompt) -> Any:
             tokenizer: Any = Words()
@@ -132,13 +133,13 @@ class Played:
             return await asyncio.gather(*map(one, prompts))
 
         def hurried(number: int) -> None:
-            """An episode that hangs at its second turn has no time from then on."""
+            """Shorten the time limit of an episode that hangs at its second turn."""
             if number == 2 and any(prompt.fields.get("fault") == "hangs" for prompt in prompts):
                 self.pool.settings = settings_of(timeout_s=0.1)
 
         self.pool.settings = settings_of(processes=4, **own)
-        found: list[tuple[Transcript, str | None, Sampler]] = self.runner.run(run())
-        return found
+        played: list[tuple[Transcript, str | None, Sampler]] = self.runner.run(run())
+        return played
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,7 @@ def played() -> Iterator[Played]:
         played.pool.close()
 
 
-def test_what_was_sampled_stands_in_the_sample_as_it_was_between_the_environments_words(
+def test_a_sample_has_the_sampled_tokens_between_content(
     played: Played,
 ) -> None:
     ((transcript, error, sampler),) = played(prompt_of(opening="w5"))
@@ -166,16 +167,16 @@ def test_what_was_sampled_stands_in_the_sample_as_it_was_between_the_environment
     assert transcript.text == "\n".join(
         f"turn {n}\n[environment, reward {0.25 * n:g}] w7 w8" for n in (1, 2, 3)
     )
-    # Every turn is sampled after just the tokens of the sample, with what is left of its budget.
+    # Each turn is sampled after exactly the tokens of the sample, up to the remaining budget.
     prompt, response = [90, 91, 5], tokens.response_ids.tolist()
-    assert sampler.asked == [([*prompt, *response[:n]], n, 99 - n) for n in (0, 4, 8)]
+    assert sampler.requested == [([*prompt, *response[:n]], n, 99 - n) for n in (0, 4, 8)]
 
 
-def test_a_sample_ends_with_a_turn_where_turns_or_tokens_run_out(played: Played) -> None:
+def test_a_sample_at_its_limit_ends_with_a_turn(played: Played) -> None:
     ((few, _, _),) = played(prompt_of(), max_turns=2)
     assert few.tokens.response_ids.tolist() == [10, 0, 7, 8, 20, 0]
     assert not few.truncated
-    # Of seven tokens the second turn leaves one, which the environment's words would take.
+    # The second turn leaves one of seven tokens, too few for content and another turn.
     for maximum, length in ((7, 6), (5, 5), (4, 2), (1, 1)):
         ((cut, error, _),) = played(prompt_of(), max_tokens=maximum)
         assert (error, cut.truncated, cut.length) == (None, True, length)
@@ -185,23 +186,23 @@ def test_a_sample_ends_with_a_turn_where_turns_or_tokens_run_out(played: Played)
     assert "no room for a turn" in error
 
 
-def test_words_that_the_tokenizer_cannot_read_cost_their_sample(played: Played) -> None:
+def test_content_that_cannot_be_tokenized_fails_its_sample(played: Played) -> None:
     ((_, error, _),) = played(prompt_of(opening="hello"))
     assert error is not None
     assert error.startswith("its content cannot be appended to a turn: invalid literal")
 
 
-def test_a_turn_may_be_left_out_of_the_loss_by_its_environment(played: Played) -> None:
+def test_an_environment_may_exclude_a_turn_from_the_loss(played: Played) -> None:
     ((transcript, _, _),) = played(prompt_of(fault="untrained"), max_turns=2)
     assert transcript.mask.tolist() == [0, 0, 0, 0, 1, 1]
 
 
-def test_an_environment_that_fails_in_any_way_costs_only_its_sample(
+def test_a_failing_environment_affects_only_its_sample(
     played: Played,
 ) -> None:
     faults = ["reset", "raises", "nan", "none", "exits", "huge", "parts", "unreadable", None]
-    found = played(*(prompt_of(fault=fault) for fault in faults))
-    errors = [error for _, error, _ in found]
+    samples = played(*(prompt_of(fault=fault) for fault in faults))
+    errors = [error for _, error, _ in samples]
     assert errors == [
         "reset raised KeyError: 'secret'",
         "step raised KeyError: 'answer'",
@@ -215,14 +216,14 @@ def test_an_environment_that_fails_in_any_way_costs_only_its_sample(
         "its content cannot be appended to a turn: invalid literal for int() with base 10: 'hat'",
         None,
     ]
-    # What was sampled until then is there, for the log.
-    assert [len(transcript.turns) for transcript, _, _ in found] == [0, 2, 2, 2, 2, 2, 2, 2, 3]
+    # The transcript keeps the turns before the failure for the log.
+    assert [len(transcript.turns) for transcript, _, _ in samples] == [0, 2, 2, 2, 2, 2, 2, 2, 3]
     ((transcript, error, _),) = played(prompt_of(fault="hangs"))
     assert error == "no answer to step within rollout.environment.timeout_s: 0.1"
     assert len(transcript.turns) == 2
 
 
-def test_a_process_serves_one_sample_after_the_other(played: Played) -> None:
+def test_a_process_serves_several_samples_in_sequence(played: Played) -> None:
     async def run() -> set[int]:
         seen = set()
         for _ in range(3):
@@ -271,7 +272,7 @@ def test_a_process_that_cannot_be_forked_is_reported(monkeypatch: pytest.MonkeyP
 def test_a_process_without_descriptors_is_reported_and_the_server_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The limit of open files is reached."""
+    """The process has reached its limit on open files."""
 
     def refused(_: int) -> int:
         raise OSError(24, "Too many open files")
@@ -292,13 +293,13 @@ def test_a_process_without_descriptors_is_reported_and_the_server_continues(
     ]
 
 
-def test_each_file_of_the_folder_is_a_built_in_environment() -> None:
+def test_each_file_of_built_in_is_an_environment() -> None:
     assert list(BUILT_IN) == ["agent", "openenv", "tools", "verifiers"]
     with pytest.raises(EnvironmentRefused, match="did you mean 'openenv'"):
         load_factory(settings_of(name="openenvs"))
 
 
-def test_nothing_of_a_conversation_that_is_cancelled_is_left(played: Played) -> None:
+def test_a_cancelled_conversation_releases_its_slot(played: Played) -> None:
     async def run() -> tuple[int, bool]:
         pool = played.pool
         environment = await pool.open()
@@ -310,21 +311,21 @@ def test_nothing_of_a_conversation_that_is_cancelled_is_left(played: Played) -> 
         hanging.cancel()
         await asyncio.gather(hanging, return_exceptions=True)
         await environment.close()
-        other = await pool.open()  # there is room again
+        other = await pool.open()  # A slot is free again.
         fresh = other._process is not process
         await other.reset(prompt_of())
         await other.close()
-        return pool._room._value, fresh
+        return pool._slots._value, fresh
 
     played.pool.settings = settings_of()
     assert played.runner.run(run()) == (4, True)
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_a_process_that_starts_for_a_cancelled_sample_is_ended(
+def test_a_process_started_for_a_cancelled_sample_is_killed(
     played: Played, monkeypatch: pytest.MonkeyPatch, ready: bool
 ) -> None:
-    """The task runs again when the process is ready, or before."""
+    """`ready`: the sample is cancelled when its process is ready, otherwise before."""
     supervisor, begun = played.pool.supervisor, []
     start = supervisor.process
 
@@ -350,7 +351,7 @@ def test_a_process_that_starts_for_a_cancelled_sample_is_ended(
     played.pool.settings = settings_of()
     played.runner.run(run())
     assert begun[0].killed
-    assert played.pool._room._value == 4
+    assert played.pool._slots._value == 4
 
 
 def test_a_server_whose_reports_are_no_longer_read_ends() -> None:
@@ -358,12 +359,12 @@ def test_a_server_whose_reports_are_no_longer_read_ends() -> None:
     with remote:
         server = child._ForkingServer(remote, lambda: child.LoadedCode(print), None)
         child._report(remote, {"imported": True})
-        local.close()  # with an unread report, which the kernel answers with an error
+        local.close()  # With an unread report, for which the kernel returns an error.
         server.run()
         child._report(remote, {"ended": 7, "how": "ended with code 0"})
 
 
-def test_words_without_end_are_cut_off_before_they_are_tokenized(
+def test_huge_content_is_dropped_before_tokenization(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenized: list[int] = []
@@ -382,7 +383,7 @@ def test_words_without_end_are_cut_off_before_they_are_tokenized(
     assert max(tokenized) < 100
 
 
-def test_who_is_cancelled_while_an_environment_closes_leaves_its_room_and_does_not_wait(
+def test_a_task_cancelled_in_close_releases_its_slot_at_once(
     played: Played,
 ) -> None:
     async def run() -> int:
@@ -414,13 +415,13 @@ def test_who_is_cancelled_while_an_environment_closes_leaves_its_room_and_does_n
         for one in ends:
             one.cancel()
         await asyncio.gather(*ends, return_exceptions=True)
-        return pool._room._value
+        return pool._slots._value
 
     played.pool.settings = settings_of()
     assert played.runner.run(run()) == 4
 
 
-def test_all_that_an_environment_started_ends_with_it(played: Played, tmp_path: Path) -> None:
+def test_descendants_of_an_environment_end_with_it(played: Played, tmp_path: Path) -> None:
     async def run() -> None:
         environment = await played.pool.open()
         await environment.reset(prompt_of(fault="leaves", folder=str(tmp_path)))
@@ -438,8 +439,8 @@ def test_all_that_an_environment_started_ends_with_it(played: Played, tmp_path: 
     played.runner.run(run())
 
 
-def test_no_order_to_the_process_that_forks_is_lost() -> None:
-    """However many it has not read yet."""
+def test_no_order_to_the_fork_server_is_lost() -> None:
+    """The orders exceed the buffer of the socket."""
 
     async def run() -> int:
         pool = Environments(settings_of(processes=4))
@@ -467,21 +468,21 @@ def test_no_order_to_the_process_that_forks_is_lost() -> None:
     ("own", "where", "what"),
     [
         ({"name": "verifiers", "settings": {"env": {}}}, "name", "needs the package verifiers"),
-        ({"name": "game"}, "name", "is not module:factory"),
+        ({"name": "game"}, "name", "is not of the form module:factory"),
         (
             {"name": "openenv", "settings": {"url": "ws://x"}},
             "name",
             "needs the package openenv>=0.10,<0.11",
         ),
         ({"name": "no_such_game:Game"}, "name", "no module 'no_such_game'"),
-        ({"name": "tests.engine.environments:Game"}, "name", "has no 'Game'"),
+        ({"name": "tests.engine.environments:Game"}, "name", "has no callable 'Game'"),
         ({"settings": {"turn": 3}}, "settings", "unexpected keyword argument 'turn'"),
         (tools("tests.unit.agents:time"), "settings", "did you mean 'times'?"),
         (tools("tests.unit.agents:untyped"), "settings", "parameter a has no type annotation"),
         (
             tools(["tests.unit.agents:times"] * 2),
             "settings",
-            "two of the functions are named times",
+            "two functions have the name times",
         ),
         (tools("tests.unit.no_tools"), "settings", "no module 'tests.unit.no_tools'"),
         (tools("tests.unit.agents:times", timeout_s=-1), "settings", "timeout_s: -1"),
@@ -489,7 +490,7 @@ def test_no_order_to_the_process_that_forks_is_lost() -> None:
         ({"name": "pathlib:Path"}, "name", "has no method reset(prompt)"),
     ],
 )
-def test_an_environment_that_cannot_be_is_refused_by_name(
+def test_an_invalid_environment_is_refused_with_its_key(
     own: dict[str, Any], where: str, what: str
 ) -> None:
     with pytest.raises(EnvironmentRefused, match=r"rollout\.environment") as refused:
@@ -500,19 +501,19 @@ def test_an_environment_that_cannot_be_is_refused_by_name(
         assert refused.value.fix == f"pip install -U {shlex.quote(what.split()[-1])}"
 
 
-def test_a_trial_reports_what_fails_before_anything_starts() -> None:
+def test_a_trial_reports_failures_before_anything_starts() -> None:
     prompts = {"data.train": [prompt_of(fault="reset")] * 2, "data.eval": [prompt_of()]}
-    found = asyncio.run(failures(settings_of(), prompts, "0", 60.0))
-    assert list(found) == ["data.train"]
-    assert "reset raised KeyError: 'secret'" in found["data.train"]
+    errors = asyncio.run(failures(settings_of(), prompts, "0", 60.0))
+    assert list(errors) == ["data.train"]
+    assert "reset raised KeyError: 'secret'" in errors["data.train"]
     follow = PlainText(Words())  # type: ignore[arg-type]
     prompts = {"data.train": [prompt_of(opening="what")], "data.eval": [prompt_of(opening="w1")]}
-    found = asyncio.run(failures(settings_of(), prompts, "0", 60.0, follow))
-    assert list(found) == ["data.train"]
-    assert "its content cannot be appended to a turn" in found["data.train"]
+    errors = asyncio.run(failures(settings_of(), prompts, "0", 60.0, follow))
+    assert list(errors) == ["data.train"]
+    assert "its content cannot be appended to a turn" in errors["data.train"]
 
 
-def test_the_flags_of_a_step_may_be_numpys_and_nothing_else() -> None:
+def test_flags_of_a_step_are_booleans_of_python_or_numpy() -> None:
     step = checked_step(Step(done=np.bool_(True), train=np.bool_(False)))  # type: ignore[arg-type]
     assert json.loads(json.dumps(step)) == {
         "observation": "",
@@ -526,7 +527,7 @@ def test_the_flags_of_a_step_may_be_numpys_and_nothing_else() -> None:
 
 
 class Endless:
-    """A task set of the package verifiers, in the form that its loop over tasks has."""
+    """Infinite task set with the interface of the package verifiers."""
 
     def __iter__(self) -> Iterator[str]:
         return map("task {}".format, itertools.count())
@@ -538,7 +539,7 @@ class AgentOfVerifiers:
 
 
 class Verifiers:
-    """The used part of the package verifiers 0.4.0 and of its loaders module;
+    """Stand-in for the used part of the package verifiers 0.4.0 and of its loaders module.
     docs/environments.md describes the test with the real package."""
 
     AgentConfig = AgentOfVerifiers
@@ -580,20 +581,20 @@ NULL, HERE = {"harness": {"id": "null"}}, {"runtime": {"type": "subprocess"}}
         ("bash", {"user": {"runtime": 1}}, {"agent": NULL | HERE, "user": {"runtime": 1}}),
     ],
 )
-def test_agents_of_verifiers_have_a_harness_and_a_place_without_being_given_them(
+def test_agents_of_verifiers_have_a_default_harness_and_runtime(
     own: str, env: dict[str, Any], placed: dict[str, Any]
 ) -> None:
-    """A model's code runs on this machine only if it is configured."""
+    """Code of the model runs on this machine only if the configuration requests it."""
     user = AgentOfVerifiers(harness=SimpleNamespace(id="null"))
     library = Verifiers(agents={"agent": AgentOfVerifiers(), "user": user}, own=own)
     assert verifiers_module._placed(library, library, env) == placed
 
 
 @pytest.mark.parametrize("other", [True, False])
-def test_an_agent_of_verifiers_that_is_not_to_be_trained_is_not_the_policy(
+def test_an_untrained_agent_of_verifiers_may_not_use_the_policy(
     monkeypatch: pytest.MonkeyPatch, other: bool
 ) -> None:
-    """`other`: it has a model of its own."""
+    """`other`: the agent has a model of its own."""
 
     class Episodes:
         taskset = ("task 0",)
@@ -624,7 +625,7 @@ def test_an_agent_of_verifiers_that_is_not_to_be_trained_is_not_the_policy(
 
 
 @pytest.mark.parametrize(("tasks", "there"), [(Endless(), 10**6), (("task 0", "task 1"), 2)])
-def test_a_prompt_without_a_task_of_verifiers_is_refused_before_the_start(
+def test_a_prompt_without_a_task_of_verifiers_is_refused(
     monkeypatch: pytest.MonkeyPatch, tasks: Any, there: int
 ) -> None:
     library = Verifiers(SimpleNamespace(taskset=tasks))
@@ -633,25 +634,27 @@ def test_a_prompt_without_a_task_of_verifiers_is_refused_before_the_start(
     config = EnvironmentConfig(name="verifiers", settings=settings)
     assert verifiers_module.Verifiers(**settings).task(prompt_of(number=1)) == "task 1"
 
-    def told(**fields: Any) -> str:
+    def refusal(**fields: Any) -> str:
         rows = (prompt_of(number="0"), prompt_of(**fields))
         parts = (MixturePart(count=2),)
-        found = _tasks(config, {"data.train": PromptSet(prompts=rows, parts=parts)})
-        return "; ".join(f"{one.key}: {one.what}" for one in found)
+        problems = _tasks(config, {"data.train": PromptSet(prompts=rows, parts=parts)})
+        return "; ".join(f"{one.key}: {one.what}" for one in problems)
 
     key = "rollout.environment.settings: prompt p"
     wrong = f"{key} has %s as its `number`, which must be the number of a task, from 0"
-    assert told(other=1) == wrong % "None"
-    assert told(number="first") == wrong % "'first'"
-    assert told(number=2) == ("" if there > 2 else f"{key} names task 2, and there are 2")
+    assert refusal(other=1) == wrong % "None"
+    assert refusal(number="first") == wrong % "'first'"
+    assert refusal(number=2) == (
+        "" if there > 2 else f"{key} names task 2, but there are only 2 tasks"
+    )
 
 
-def test_what_is_no_character_is_escaped() -> None:
+def test_a_lone_surrogate_is_escaped() -> None:
     step = checked_step(Step(measured={"a\udcff": 1.0}))
     assert step["measured"] == {"a\\udcff": 1.0}
     assert checked_content("\udcff", "it") == "\\udcff"
-    said = [{"role": "tool", "content": "a\ud800"}]
-    assert checked_content(said, "it") == [{"role": "tool", "content": "a\\ud800"}]
+    content = [{"role": "tool", "content": "a\ud800"}]
+    assert checked_content(content, "it") == [{"role": "tool", "content": "a\\ud800"}]
 
 
 FORGETS = TEMPLATE.replace(
@@ -659,7 +662,7 @@ FORGETS = TEMPLATE.replace(
 )
 
 
-def test_a_message_follows_a_turn_as_the_template_writes_it_without_the_turns_end_twice(
+def test_a_message_after_a_turn_has_the_end_of_turn_only_once(
     tmp_path: Path,
 ) -> None:
     tokenizer = characters(tmp_path)
@@ -671,8 +674,8 @@ def test_a_message_follows_a_turn_as_the_template_writes_it_without_the_turns_en
     assert read(tool) == "\n<|tool|>21\x01\n<|assistant|>"
 
     prompt = tokenizer.render_chat([{"role": "user", "content": "Guess."}], answer=True)
-    asked = Prompt(id="p", text=prompt, token_ids=tuple(tokenizer.encode_rendered(prompt)))
-    opened = chat.opened(asked, "1 to 7")
+    rendered = Prompt(id="p", text=prompt, token_ids=tuple(tokenizer.encode_rendered(prompt)))
+    opened = chat.opened(rendered, "1 to 7")
     assert read(opened.token_ids) == ("<|user|>Guess.\x01\n<|user|>1 to 7\x01\n<|assistant|>")
     plain = Prompt(id="p", text="Guess.", token_ids=(71,))
     with pytest.raises(DataError, match="does not end with the chat template"):
@@ -684,13 +687,13 @@ def test_a_template_that_changes_earlier_text_is_refused(tmp_path: Path) -> None
         EpisodeMessages(characters(tmp_path, FORGETS))
 
 
-def test_plain_words_follow_as_they_are() -> None:
+def test_plain_content_is_appended_unchanged() -> None:
     tokenizer: Any = Words()
     assert PlainText(tokenizer).between([3], "w7 w8") == [7, 8]
     assert PlainText(tokenizer).between([3], [{"role": "tool", "content": "w9"}]) == [9]
 
 
-def test_an_import_that_fails_is_raised_where_it_is_awaited() -> None:
+def test_a_failed_import_is_raised_to_the_waiting_task() -> None:
     async def run() -> None:
         pool = Environments(settings_of(name="tests.engine.no_such_module:Game"))
         pool.start()
@@ -723,13 +726,13 @@ class GenericEnvClient:
         mode=None,
         headers=None,
     ):
-        self.said, self.patience_s = [base_url], message_timeout_s
+        self.calls, self.timeout_s = [base_url], message_timeout_s
 
     async def connect(self):
-        self.said.append("connected")
+        self.calls.append("connected")
 
     async def reset(self, **fields):
-        self.said.append(fields)
+        self.calls.append(fields)
         return Result({"text": "begin"})
 
     async def step(self, action):
@@ -737,19 +740,20 @@ class GenericEnvClient:
             raise RuntimeError("Server error: Invalid message (code: VALIDATION_ERROR)")
         if "!" in action.values():
             raise RuntimeError("Server error: boom (code: EXECUTION_ERROR)")
-        self.said.append(action)
-        return Result({"text": "on"}, reward=0.5, done=len(self.said) > 4)
+        self.calls.append(action)
+        return Result({"text": "on"}, reward=0.5, done=len(self.calls) > 4)
 
     async def close(self):
-        self.said.append("closed")
+        self.calls.append("closed")
 """
-"""The client of openenv 0.10.0, as far as it is used; docs/environments.md describes the test."""
+"""Stand-in for the used part of the client of openenv 0.10.0. docs/environments.md describes the
+test with the real package."""
 
 
 @pytest.fixture
 def openenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A call makes the environment, with what of its settings it is given. Its server reports that
-    an action has the fields `code` and, not needed, `retries`."""
+    """Function that makes an environment with the given settings. According to its server, an
+    action has the field `code` and the optional field `retries`."""
     package = tmp_path / "openenv" / "core"
     package.mkdir(parents=True)
     (package / "generic_client.py").write_text(CLIENT)
@@ -769,7 +773,7 @@ def openenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
-def test_an_openenv_server_is_asked_turn_by_turn(openenv: Any) -> None:
+def test_an_openenv_server_receives_each_turn(openenv: Any) -> None:
     server = openenv()
 
     async def run() -> Any:
@@ -781,7 +785,7 @@ def test_an_openenv_server_is_asked_turn_by_turn(openenv: Any) -> None:
     opening, (first, second) = asyncio.run(run())
     assert (opening, first.observation, first.reward) == ("begin", "on", 0.5)
     assert (first.done, second.done) == (False, True)
-    assert server._client.said == [
+    assert server._client.calls == [
         "ws://x",
         "connected",
         {"seed": 3},
@@ -791,20 +795,20 @@ def test_an_openenv_server_is_asked_turn_by_turn(openenv: Any) -> None:
     ]
 
 
-def test_a_step_of_openenv_may_take_as_long_as_any_environments(openenv: Any) -> None:
-    assert openenv()._client.patience_s >= 86400
+def test_the_time_limit_of_the_openenv_client_never_applies(openenv: Any) -> None:
+    assert openenv()._client.timeout_s >= 86400
 
 
-@pytest.mark.parametrize(("action", "said"), [("code", "?"), (None, '{"code": "?"}')])
+@pytest.mark.parametrize(("action", "response"), [("code", "?"), (None, '{"code": "?"}')])
 def test_a_response_that_is_not_an_openenv_action_gets_an_error(
-    openenv: Any, action: str | None, said: str
+    openenv: Any, action: str | None, response: str
 ) -> None:
-    """It costs its sample nothing but the reward."""
+    """The sample continues with reward 0."""
     server = openenv(action=action)
-    step = asyncio.run(server.step(said))
+    step = asyncio.run(server.step(response))
     assert step == Step(observation="the environment does not accept the action")
     with pytest.raises(RuntimeError, match="boom"):
-        asyncio.run(server.step(said.replace("?", "!")))
+        asyncio.run(server.step(response.replace("?", "!")))
 
 
 @pytest.mark.parametrize(
@@ -814,12 +818,12 @@ def test_a_response_that_is_not_an_openenv_action_gets_an_error(
         (
             {"action": "retries"},
             {"seed": 1},
-            "also need code: set null, so that the model writes",
+            "also need code: set null, and the model writes",
         ),
         ({}, {"sed": 1}, "prompt p has no column 'seed', which .*reset names; it has sed"),
     ],
 )
-def test_settings_that_no_session_of_an_openenv_server_can_have_are_named(
+def test_invalid_settings_of_openenv_are_named(
     openenv: Any, settings: dict[str, Any], fields: dict[str, Any], what: str
 ) -> None:
     with pytest.raises(ValueError, match=what):
@@ -868,7 +872,7 @@ def test_settings_that_no_session_of_an_openenv_server_can_have_are_named(
         ({"reward": {"name": "code", "settings": {"cpu_s": 8}, "timeout_s": 10}}, None),
     ],
 )
-def test_a_run_whose_reward_or_tool_cannot_work_is_refused(
+def test_an_invalid_reward_or_environment_is_refused(
     rollout: dict[str, Any], what: str | None
 ) -> None:
     settings = {
@@ -891,12 +895,12 @@ def test_tools_are_described_by_their_signatures_and_docstrings() -> None:
         "type": "function",
         "function": {
             "name": "times",
-            "description": "Multiplies two numbers.",
+            "description": "Multiply two numbers.",
             "parameters": {
                 "type": "object",
                 "properties": {
-                    "a": {"type": "integer", "description": "The one."},
-                    "b": {"type": "integer", "description": "The other."},
+                    "a": {"type": "integer", "description": "First factor."},
+                    "b": {"type": "integer", "description": "Second factor."},
                 },
                 "required": ["a"],
             },
@@ -906,7 +910,7 @@ def test_tools_are_described_by_their_signatures_and_docstrings() -> None:
     assert [one["function"]["name"] for one in module] == ["add"]
 
 
-def test_whatever_is_wrong_with_a_call_is_the_tools_answer_and_counted() -> None:
+def test_an_error_of_a_tool_call_is_its_answer_and_is_counted() -> None:
     names = ("times", "looked_up", "sleeps")
     functions = [f"tests.unit.agents:{name}" for name in names]
 
@@ -932,7 +936,7 @@ def test_whatever_is_wrong_with_a_call_is_the_tools_answer_and_counted() -> None
     assert [one["tool_call_id"] for one in step.observation] == list("0123456")
     texts = [one["content"] for one in step.observation]
     assert texts[:3] == ["42", "8", '{"egg": 3}']
-    said = zip(
+    expected = zip(
         texts[3:],
         (
             "error: ZeroDivisionError: not thirteen",
@@ -942,7 +946,7 @@ def test_whatever_is_wrong_with_a_call_is_the_tools_answer_and_counted() -> None
         ),
         strict=True,
     )
-    assert all(what in text for text, what in said), texts
+    assert all(what in text for text, what in expected), texts
     for late in (("sleeps", "{}"), ("looked_up", '{"words": []}')):
         step = answered(late, ("times", '{"a": 1}'))
         assert "no answer within 0.2 s" in step.observation[0]["content"]
@@ -951,17 +955,17 @@ def test_whatever_is_wrong_with_a_call_is_the_tools_answer_and_counted() -> None
     assert (step.done, step.measured) == (True, dict.fromkeys(counted, 0))
 
 
-def test_tools_answer_what_the_model_calls_turn_by_turn(tmp_path: Path) -> None:
-    """The prompt names them, vLLM's parser reads the calls, and the answers are put behind them; a
-    call that it cannot read is answered, too."""
+def test_tools_respond_to_the_calls_of_each_turn(tmp_path: Path) -> None:
+    """vLLM's parser reads the calls, and their results follow the turn. A call that cannot be
+    parsed gets an error."""
     tokenizer = characters(tmp_path)
     settings = settings_of(**tools("tests.unit.agents:times"), format="chat")
     schemas = Tools(functions="tests.unit.agents:times").schemas
     called = '<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>'
-    says = ["<tool_call>{broken}</tool_call>", called, "42"]
+    turns = ["<tool_call>{broken}</tool_call>", called, "42"]
 
-    async def sample(asked: TurnRequest) -> Turn:
-        text = says[len(transcript.turns)]
+    async def sample(request: TurnRequest) -> Turn:
+        text = turns[len(transcript.turns)]
         ids = np.array([*map(ord, text), 1], dtype=np.int32)
         zeros = np.zeros(len(ids))
         tokens = PartialResponse(
@@ -984,16 +988,16 @@ def test_tools_answer_what_the_model_calls_turn_by_turn(tmp_path: Path) -> None:
     transcript = Transcript(Prompt(id="p", text="", token_ids=(60,)))
     assert asyncio.run(run()) is None
     reason = "error: the tool call cannot be read: JSONDecodeError: Expecting property name"
-    said = read(transcript.tokens.response_ids)
-    assert said.startswith(f"{says[0]}\x01\n<|user|>{reason}")
-    assert said.endswith(f"\x01\n<|assistant|>{called}\x01\n<|tool|>42\x01\n<|assistant|>42\x01")
+    text = read(transcript.tokens.response_ids)
+    assert text.startswith(f"{turns[0]}\x01\n<|user|>{reason}")
+    assert text.endswith(f"\x01\n<|assistant|>{called}\x01\n<|tool|>42\x01\n<|assistant|>42\x01")
     assert transcript.measured == {"tool_calls": 2, "tool_errors": 1, "unread_tool_calls": 1}
 
 
-def test_prompts_name_the_tools_where_their_template_can(tmp_path: Path) -> None:
+def test_prompts_name_the_tools_if_their_template_can(tmp_path: Path) -> None:
     save_characters(tmp_path)
 
-    def asked(template: str, **own: Any) -> str:
+    def rendered_prompt(template: str, **own: Any) -> str:
         config: Any = SimpleNamespace(
             data=SimpleNamespace(chat_template=template, chat_template_options={}),
             rollout=SimpleNamespace(environment=settings_of(**own)),
@@ -1002,7 +1006,7 @@ def test_prompts_name_the_tools_where_their_template_can(tmp_path: Path) -> None
         return tokenizer.render_chat([{"role": "user", "content": "?"}], answer=True)
 
     times = tools("tests.unit.agents:times")
-    assert '"name": "times"' in asked(TEMPLATE, **times)
-    assert '"name"' not in asked(TEMPLATE)
+    assert '"name": "times"' in rendered_prompt(TEMPLATE, **times)
+    assert '"name"' not in rendered_prompt(TEMPLATE)
     with pytest.raises(DataError, match="does not read `tools`"):
-        asked("{% for m in messages %}{{ m.content }}{% endfor %}", **times)
+        rendered_prompt("{% for m in messages %}{{ m.content }}{% endfor %}", **times)

@@ -1,5 +1,5 @@
-"""`mar eval` before anything starts: what it finds, what it takes from where, and what it
-refuses."""
+"""Tests of `mar eval` before any process starts: how it finds weights and config, and which inputs
+it refuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.written_run import config_tree, write_model, write_prompts
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that has saved steps 4 and 8, as far as its files can be seen without torch."""
+    """Return the directory of a run with checkpoints of steps 4 and 8. The checkpoints have only
+    the files that `mar eval` reads without torch."""
     write_model(tmp_path / "model")
     write_prompts(tmp_path / "held_out.jsonl", prompts=3)
     (tmp_path / "out").mkdir()
@@ -65,7 +66,7 @@ def resolved(
     return resolve(named, config, overrides, out, responses)
 
 
-def test_a_runs_checkpoint_folder_is_its_newest_step_with_the_runs_own_config(run: Path) -> None:
+def test_the_checkpoint_folder_stands_for_its_newest_step_and_the_runs_config(run: Path) -> None:
     job = resolved(run / "checkpoint")
     assert job.target.checkpoint == run / "checkpoint" / "step_00000008"
     assert (job.target.version, job.target.result) == (8, run / "eval_8.json")
@@ -74,7 +75,7 @@ def test_a_runs_checkpoint_folder_is_its_newest_step_with_the_runs_own_config(ru
     assert [prompt.text for prompt in held_out.prompts] == ["0+0=", "1+1=", "2+2="]
 
 
-def test_one_steps_folder_is_that_step_and_overrides_change_the_sampling(run: Path) -> None:
+def test_any_step_may_be_named_and_overrides_change_the_sampling(run: Path) -> None:
     job = resolved(
         run / "checkpoint" / "step_00000004", "rollout.sampling.temperature=0.5", "run.seed=7"
     )
@@ -82,7 +83,7 @@ def test_one_steps_folder_is_that_step_and_overrides_change_the_sampling(run: Pa
     assert (job.rollout.sampling.temperature, job.seed) == (0.5, 7)
 
 
-def test_a_model_directory_replaces_the_model_of_the_named_config(
+def test_a_named_model_directory_replaces_the_model_of_the_config(
     run: Path, tmp_path: Path
 ) -> None:
     other = write_model(tmp_path / "other")
@@ -98,21 +99,20 @@ def test_a_model_directory_replaces_the_model_of_the_named_config(
     assert job.target.result == tmp_path / "here.json"
 
 
-def test_without_an_eval_section_the_defaults_hold_and_the_data_may_come_from_the_command(
-    run: Path,
-) -> None:
+def test_the_eval_section_has_defaults_and_the_command_may_name_the_data(run: Path) -> None:
     configure(run)
     job = resolved(run / "checkpoint", f"data.eval={run.parent / 'held_out.jsonl'}")
     assert [(one.n, len(one.prompts)) for one in job.held_out] == [(4, 3)]
 
 
 def refusal(named: Path, *overrides: str, **more: Any) -> str:
+    """Return the message of the UserError that `resolve` raises."""
     with pytest.raises(UserError) as caught:
         resolved(named, *overrides, **more)
     return str(caught.value)
 
 
-def test_a_path_without_a_checkpoint_is_refused_with_the_right_one(run: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused_with_a_fix(run: Path) -> None:
     assert "is not a directory" in refusal(run / "checkpoints")
     assert f"fix: name {run / 'checkpoint'}" in refusal(run)
     assert "neither a checkpoint nor a Hugging Face model" in refusal(run.parent)
@@ -120,23 +120,23 @@ def test_a_path_without_a_checkpoint_is_refused_with_the_right_one(run: Path) ->
     assert "names 'step_00000009', which is not a checkpoint" in refusal(run / "checkpoint")
 
 
-def test_a_model_without_a_run_around_it_needs_a_config(run: Path) -> None:
+def test_a_model_outside_a_run_needs_a_config(run: Path) -> None:
     assert "--config CONFIG" in refusal(run.parent / "model")
 
 
 def test_a_config_without_held_out_prompts_is_refused(run: Path) -> None:
     configure(run)
-    said = refusal(run / "checkpoint")
-    assert "data.eval" in said
-    assert "add data.eval=FILE.jsonl" in said
+    message = refusal(run / "checkpoint")
+    assert "data.eval" in message
+    assert "add data.eval=FILE.jsonl" in message
 
 
-def test_a_model_whose_heads_have_no_kernel_on_a_cpu_is_not_evaluated_there(run: Path) -> None:
+def test_a_model_whose_head_size_has_no_cpu_kernel_is_refused_on_a_cpu(run: Path) -> None:
     write_model(run.parent / "model", head_dim=16)
     assert "16 elements (head_dim)" in refusal(run / "checkpoint")
 
 
-def test_a_supervised_runs_config_has_no_sampling(run: Path) -> None:
+def test_the_config_of_a_supervised_run_is_refused(run: Path) -> None:
     configure(
         run,
         objective={"loss": "sft", "advantage": "none"},
@@ -148,7 +148,7 @@ def test_a_supervised_runs_config_has_no_sampling(run: Path) -> None:
 
 
 @pytest.mark.parametrize("section", ["in the file", "by default"])
-def test_more_passes_than_responses_are_refused(run: Path, section: str) -> None:
+def test_pass_at_above_the_number_of_responses_is_refused(run: Path, section: str) -> None:
     if section == "by default":
         configure(run, data={"eval": "../held_out.jsonl"})
     assert "eval.pass_at: 8 needs at least 8 responses per prompt" in refusal(
@@ -156,7 +156,7 @@ def test_more_passes_than_responses_are_refused(run: Path, section: str) -> None
     )
 
 
-def test_prompts_and_rewards_that_do_not_fit_are_refused(run: Path) -> None:
+def test_prompts_and_rewards_that_do_not_match_are_refused(run: Path) -> None:
     assert "no `numbers`" in refusal(run / "checkpoint", "rollout.reward.name=countdown")
     assert "rollout.reward.name" in refusal(run / "checkpoint", "rollout.reward.name=countdow")
     assert "the limit is 2" in refusal(run / "checkpoint", "rollout.sampling.max_tokens=62")
@@ -164,13 +164,13 @@ def test_prompts_and_rewards_that_do_not_fit_are_refused(run: Path) -> None:
     assert "cannot be read" in refusal(run / "checkpoint", "data.eval=nowhere.jsonl")
 
 
-def test_a_result_that_cannot_be_written_is_refused_before_the_work(run: Path) -> None:
+def test_an_unwritable_result_file_is_refused(run: Path) -> None:
     assert "name a file with --out FILE" in refusal(
         run / "checkpoint", out=run / "nowhere" / "result.json"
     )
 
 
-def test_every_response_is_a_row_of_data_with_the_columns_of_its_prompt(run: Path) -> None:
+def test_every_response_is_written_with_the_columns_of_its_prompt(run: Path) -> None:
     job = resolved(run / "checkpoint", responses=run / "responses.jsonl")
     prompt = Prompt(id="p", text="1+1=", token_ids=(1,), fields={"answer": "2", "response": "old"})
     answers = [
@@ -190,9 +190,9 @@ def test_every_response_is_a_row_of_data_with_the_columns_of_its_prompt(run: Pat
     assert not list(run.glob("*.partial"))
 
 
-def test_responses_that_cannot_be_written_are_refused_before_the_work(run: Path) -> None:
-    said = refusal(run / "checkpoint", responses=run / "nowhere" / "responses.jsonl")
-    assert "name a file with --responses FILE" in said
+def test_an_unwritable_file_of_responses_is_refused(run: Path) -> None:
+    message = refusal(run / "checkpoint", responses=run / "nowhere" / "responses.jsonl")
+    assert "name a file with --responses FILE" in message
     assert "--responses" in refusal(run / "checkpoint", responses=run)
 
 
@@ -204,7 +204,7 @@ def test_the_command_refuses_with_exit_code_2_and_without_a_traceback(run: Path)
     assert not list(run.glob("eval*"))
 
 
-def test_what_was_found_is_shown_with_its_speed_also_when_every_reward_failed(
+def test_a_result_is_shown_with_its_speed_even_if_every_reward_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(progress_module, "PLAIN_EVERY_S", 3600.0)

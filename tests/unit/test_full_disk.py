@@ -1,4 +1,4 @@
-"""On a full disk a run ends with that for a reason."""
+"""Tests of full disks: the run fails, and the error reports the full disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from megatron_async_rl.launch.ending import explain_failure
 from megatron_async_rl.policy.checkpoint import _cleared_on_failure
 
 
-def test_what_was_written_of_a_checkpoint_that_failed_is_removed_and_the_error_stays(
-    tmp_path: Path,
-) -> None:
+def test_a_partial_checkpoint_is_removed_and_the_error_stays(tmp_path: Path) -> None:
     unfinished = tmp_path / "unfinished_step_00000004"
     (unfinished / "sharded").mkdir(parents=True)
     with pytest.raises(OSError, match="No space left"), _cleared_on_failure(unfinished):
@@ -24,7 +22,7 @@ def test_what_was_written_of_a_checkpoint_that_failed_is_removed_and_the_error_s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whatever_a_full_disk_raised_is_reported_as_a_full_disk(
+def test_any_error_on_a_full_disk_is_reported_as_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
@@ -37,13 +35,13 @@ def test_whatever_a_full_disk_raised_is_reported_as_a_full_disk(
         raise RuntimeError("unexpected pos 704 vs 598")
 
 
-@pytest.mark.parametrize(("free", "said"), [(4096, True), (2**30, False)])
+@pytest.mark.parametrize(("free", "reported"), [(4096, True), (2**30, False)])
 def test_the_launcher_reports_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, said: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, reported: bool
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**31, 2**31 - free, free))
     (tmp_path / "logs").mkdir()
     written = io.StringIO()
     explain_failure(tmp_path, Console(file=written))
-    assert (f"The file system that holds {tmp_path} is full" in written.getvalue()) == said
+    assert (f"The file system that holds {tmp_path} is full" in written.getvalue()) == reported

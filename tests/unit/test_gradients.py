@@ -1,4 +1,4 @@
-"""The gradient view on a rank that holds no shard, as the distributed optimizer can leave one."""
+"""Tests of gradients on a rank without shards, which the distributed optimizer can create."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from tests.gradients import OneRank, Shard, gradient
 
 
 class WithoutParameters:
-    """The part of Megatron's optimizer that a step uses, on a rank that updates nothing."""
+    """Stand-in for Megatron's optimizer on a rank without parameters."""
 
     optimizer = None
 
@@ -36,13 +36,13 @@ class Damped(Control):
 
 
 class ElsewhereNorm(OneRank):
-    """Its own shards are none; the other ranks' squared norm is 9."""
+    """Gradients of a rank without shards, where the squared norm of the other ranks is 9."""
 
     def all_reduce_sum(self, values):
         return values + 9.0
 
 
-def test_clipping_scales_every_shard_and_takes_a_rank_without_any():
+def test_clipping_scales_every_shard_and_accepts_a_rank_without_shards():
     held = gradient([3.0], [4.0])
     clip_to(held, 5.0, 1.0)
     assert [float(shard.grad) for shard in held.shards] == pytest.approx([0.6, 0.8], rel=1e-6)
@@ -62,7 +62,7 @@ def test_a_rank_without_shards_takes_a_clipped_and_scaled_step(monkeypatch):
     assert optimizer.stepped == 1
 
 
-def test_shards_are_scaled_in_place_with_any_owner():
+def test_shards_are_scaled_in_place_whether_or_not_they_are_counted():
     shards = [Shard(torch.ones(2)), Shard(torch.ones(3), counted=False)]
     held = [shard.grad for shard in shards]
     clip_to(OneRank(shards), 2.0, 1.0)

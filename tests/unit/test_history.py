@@ -103,7 +103,7 @@ class _History:
         history = account(self.run_dir, buffer=waiting, replay=self.replay)
         states = Counter(entry.state for entry in read_entries(self.run_dir))
         for kind in ("trained", "dropped"):
-            shown = SampleBrowser(self.run_dir).answer({"kind": kind})["words"]
+            shown = SampleBrowser(self.run_dir).answer({"kind": kind})["message"]
             count = f"{states[kind]:,} samples" if states[kind] else "no such sample"
             assert count in shown, "every reader derives the same states"
         assert not set(history.dropped) & set(waiting)

@@ -1,4 +1,5 @@
-"""Servers listen only at the address that they need, and strangers cannot exhaust them."""
+"""Tests of servers: they listen only at the address that they need, and idle clients cannot exhaust
+them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ PATIENT_S = 600.0
 
 
 def listening() -> set[tuple[str, int]]:
-    """Addresses at which this process listens."""
+    """Return the (address, port) pairs at which this process listens."""
     return {
         (one.laddr.ip, one.laddr.port)
         for one in psutil.Process().net_connections("tcp")
@@ -49,13 +50,13 @@ def listening() -> set[tuple[str, int]]:
     }
 
 
-def test_torch_listens_at_all_addresses_with_any_setting() -> None:
-    """Why bound_store.py exists."""
+def test_the_store_of_torch_always_listens_at_all_addresses() -> None:
+    """bound_store.py exists because of this fact."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert ("::", store.port) in listening() or ("0.0.0.0", store.port) in listening()
 
 
-def test_the_store_of_a_sender_of_weights_listens_at_its_host_alone() -> None:
+def test_the_store_of_a_sender_of_weights_listens_only_at_its_host() -> None:
     sender = Sender("127.0.0.1", torch.device("cpu"), PATIENT_S)
     meeting = sender.open(1)
     assert [at for at, port in listening() if port == meeting.port] == ["127.0.0.1"]
@@ -66,7 +67,7 @@ def test_the_store_of_a_sender_of_weights_listens_at_its_host_alone() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_the_store_of_torchrun_listens_at_its_endpoint_alone(host: str) -> None:
+def test_the_store_of_torchrun_listens_only_at_its_endpoint(host: str) -> None:
     with listen(host) as listener:
         port = listener.getsockname()[1]
         store = RankStore("id", host, port, listener)
@@ -82,26 +83,25 @@ def test_the_store_of_torchrun_listens_at_its_endpoint_alone(host: str) -> None:
     found = handler.next_rendezvous()
     assert found.bootstrap_store_info.master_port == port
     assert [at for at, taken in listening() if taken == port] == [host]
-    assert handler.use_agent_store, "ranks open no store of their own"
+    assert handler.use_agent_store, "ranks would open their own store"
     assert found.bootstrap_store_info.master_addr == host
 
 
-def test_ranks_on_one_machine_stay_on_it_and_those_of_several_do_not() -> None:
-    given = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"}
-    alone = environment_of_ranks(given, "id", {})
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    assert {alone[name] for name in names} == {loopback_interface()}
-    assert environment_of_ranks(given, "id", {}, nodes=2).items() >= given.items()
+def test_ranks_use_the_loopback_interface_on_one_node_only() -> None:
+    interfaces = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"}
+    single = environment_of_ranks(interfaces, "id", {})
+    assert {single[name] for name in interfaces} == {loopback_interface()}
+    assert environment_of_ranks(interfaces, "id", {}, nodes=2).items() >= interfaces.items()
 
 
 @pytest.mark.parametrize("address", ["", "node0:6379"])
-def test_a_ray_of_our_own_stays_on_the_machine(address: str) -> None:
+def test_a_ray_instance_of_the_run_stays_on_the_machine(address: str) -> None:
     environment = environment_of_ranks({"RAY_ADDRESS": address}, "id", {})
     assert (environment.get(RAY_CLUSTERS) == "0") == (not address)
 
 
-def test_a_ray_of_our_own_starts_no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It serves metrics on port 44217."""
+def test_a_ray_instance_of_the_run_starts_no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monitor would serve metrics on port 44217."""
     from ray._private.node import Node
 
     started: list[Node] = []
@@ -113,14 +113,14 @@ def test_a_ray_of_our_own_starts_no_monitor(monkeypatch: pytest.MonkeyPatch) -> 
     head.start_monitor = lambda: Node.start_monitor(head)
 
     Node.start_head_processes(head)
-    assert started == [head], "what Ray does by default"
+    assert started == [head], "Ray starts no monitor by default; start_no_monitor is not needed"
     start_no_monitor()
     Node.start_head_processes(head)
     assert started == [head]
 
 
 def test_ray_has_the_options_that_close_its_ports() -> None:
-    """launchers/torchrun_multinode.sh uses them, and Ray does not document the first one."""
+    """launchers/torchrun_multinode.sh uses these options; Ray does not document the first."""
     from ray.scripts.scripts import start
 
     options = {option for parameter in start.params for option in parameter.opts}
@@ -128,7 +128,7 @@ def test_ray_has_the_options_that_close_its_ports() -> None:
 
 
 def named(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
-    """Names and their addresses, as /etc/hosts has them."""
+    """Resolve these host names to these addresses, as /etc/hosts would; no others resolve."""
 
     def look_up(host: str, port: object, **_: object) -> list[tuple[object, ...]]:
         address = addresses.get(host, host)
@@ -149,12 +149,12 @@ def named(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
         ("node0", {"node0": "127.0.0.1", "own": "127.0.0.1"}, None),
         ("127.0.0.2", {}, "127.0.0.2"),
         ("localhost", {"localhost": "127.0.0.1"}, "127.0.0.1"),
-        # Forwarded, or out of reach: the address of the ranks.
+        # The name belongs to another machine or does not resolve: use the address of the ranks.
         ("node0", {"node0": "192.0.2.77", "own": "127.0.0.3"}, "127.0.0.3"),
         ("nowhere", {"own": "127.0.0.3"}, "127.0.0.3"),
     ],
 )
-def test_node_0_listens_at_the_address_by_which_the_others_know_it(
+def test_node_0_listens_at_the_address_that_the_other_nodes_use(
     monkeypatch: pytest.MonkeyPatch, host: str, addresses: dict[str, str], address: str | None
 ) -> None:
     named(monkeypatch, **addresses)
@@ -163,12 +163,15 @@ def test_node_0_listens_at_the_address_by_which_the_others_know_it(
     if address is not None:
         assert listening_address(nodes) == address
         return
-    words = r"node0 is 127\.0\.0\.1 on this machine, which is every machine's own.*\n.*MASTER_ADDR"
-    with pytest.raises(NodesError, match=words):
+    message = (
+        r"node0 is 127\.0\.0\.1 on this machine, which is every machine's own.*\n.*MASTER_ADDR"
+    )
+    with pytest.raises(NodesError, match=message):
         listening_address(nodes)
 
 
 def outward() -> str | None:
+    """Return an IPv4 address of this machine that is not a loopback address, if there is one."""
     return next(
         (
             one.address
@@ -218,10 +221,10 @@ def server() -> Iterator[Limited]:
         made.shutdown()
 
 
-def connect(server: Limited, said: bytes = b"") -> socket.socket:
+def connect(server: Limited, sent: bytes = b"") -> socket.socket:
     connection = socket.create_connection(server.server_address, PATIENT_S)  # type: ignore[arg-type]
     connection.settimeout(PATIENT_S)
-    connection.sendall(said)
+    connection.sendall(sent)
     return connection
 
 
@@ -230,40 +233,40 @@ EARLIER: set[threading.Thread] = set()
 
 @pytest.fixture(autouse=True)
 def _without_earlier_threads() -> None:
-    """Threads of before the test: servers of other files may still end theirs."""
+    """Note the threads from before the test: servers of other test files may still be ending."""
     EARLIER.clear()
     EARLIER.update(threading.enumerate())
 
 
 def threads_of_requests() -> int:
-    """Number of the test's own threads that serve a connection."""
+    """Return the number of threads that serve a connection and were started by this test."""
     return sum(
         thread.name.endswith("(process_request_thread)")
         for thread in set(threading.enumerate()) - EARLIER
     )
 
 
-def test_idle_connections_take_the_slots_and_cut_none_that_was_admitted(server: Limited) -> None:
+def test_idle_connections_use_the_slots_and_end_no_admitted_connection(server: Limited) -> None:
     with contextlib.ExitStack() as open_ones:
         own = open_ones.enter_context(connect(server, b"keya"))
         assert own.recv(1) == b"a"
         idle = [open_ones.enter_context(connect(server)) for _ in range(12)]
         another = open_ones.enter_context(connect(server, b"keyb"))
-        assert another.recv(1) == b"b", "a stranger is cut for it"
-        assert idle[0].recv(1) == b"", "the oldest first"
+        assert another.recv(1) == b"b", "no idle connection was closed for it"
+        assert idle[0].recv(1) == b"", "the oldest idle connection was not closed first"
         assert threads_of_requests() <= Limited.slots + 2
         own.sendall(b"c")
         assert own.recv(1) == b"c"
 
 
 def test_connections_wait_in_the_kernel_until_they_are_accepted() -> None:
-    """Otherwise connections of strangers would delay all connections by a retransmission."""
+    """Without this queue, idle clients would delay every connection by a retransmission."""
     with Limited(("127.0.0.1", 0), Echo) as busy, contextlib.ExitStack() as strangers:
         for _ in range(100):
             strangers.enter_context(socket.create_connection(busy.server_address, 5.0))
 
 
-def test_a_slot_is_free_again_once_its_connection_has_ended(server: Limited) -> None:
+def test_a_slot_is_free_after_its_connection_has_ended(server: Limited) -> None:
     for _ in range(3 * Limited.slots):
         with connect(server, b"keya") as one:
             assert one.recv(1) == b"a"
@@ -271,32 +274,32 @@ def test_a_slot_is_free_again_once_its_connection_has_ended(server: Limited) -> 
             assert one.recv(1) == b""
 
 
-def test_a_connection_that_drips_is_cut_when_its_time_to_prove_the_key_is_over(
+def test_a_slow_client_is_disconnected_at_the_time_limit_for_its_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each byte comes within the limit on silence."""
+    """The client sends every byte within the limit of silence."""
     monkeypatch.setattr(relay_server._RelayTcpServer, "admission_s", 0.2)
     server = RelayServer("127.0.0.1", silence_s=PATIENT_S)
-    cut = False
+    closed = False
     try:
-        with socket.create_connection((server.address.host, server.address.port)) as stranger:
-            stranger.settimeout(PATIENT_S)
-            assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
-            for _ in range(55):  # one less than a request has
+        with socket.create_connection((server.address.host, server.address.port)) as client:
+            client.settimeout(PATIENT_S)
+            assert len(client.recv(32, socket.MSG_WAITALL)) == 32
+            for _ in range(55):  # a request has 56 bytes
                 try:
-                    stranger.sendall(b"x")
+                    client.sendall(b"x")
                 except OSError:
-                    cut = True
+                    closed = True
                     break
                 time.sleep(0.05)
             with contextlib.suppress(ConnectionResetError):
-                cut = cut or stranger.recv(1) == b""
+                closed = closed or client.recv(1) == b""
     finally:
         server.close()
-    assert cut
+    assert closed
 
 
-def test_idle_connections_exhaust_neither_prometheus_nor_rank_0(
+def test_idle_connections_do_not_exhaust_prometheus_or_rank_0(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sink = Prometheus(tmp_path, 0)
@@ -312,7 +315,7 @@ def test_idle_connections_exhaust_neither_prometheus_nor_rank_0(
             raise BrokenPipeError
         except BrokenPipeError:
             sink._server.handle_error(None, None)
-        assert "Traceback" not in capfd.readouterr().err, "nobody fills rank 0's log"
+        assert "Traceback" not in capfd.readouterr().err, "a client can fill rank 0's log"
     finally:
         sink.close()
 
@@ -321,12 +324,12 @@ def test_prometheus_listens_on_the_configured_address(tmp_path: Path) -> None:
     sink = Prometheus(tmp_path, 0, "0.0.0.0")
     try:
         assert ("0.0.0.0", sink.port) in listening()
-        said = (tmp_path / "prometheus.txt").read_text()
-        assert said == f"http://{socket.gethostname()}:{sink.port}/metrics\n"
+        address = (tmp_path / "prometheus.txt").read_text()
+        assert address == f"http://{socket.gethostname()}:{sink.port}/metrics\n"
     finally:
         sink.close()
-    words = r"observe\.prometheus_host\n  192\.0\.2\.99 is not an address of this machine"
-    with pytest.raises(UserError, match=words):
+    message = r"observe\.prometheus_host\n  192\.0\.2\.99 is not an address of this machine"
+    with pytest.raises(UserError, match=message):
         Prometheus(tmp_path, 0, "192.0.2.99")
 
 
@@ -336,7 +339,7 @@ EVERYWHERE = {"0.0.0.0", "::", ""}
 
 @functools.cache
 def calls() -> list[tuple[str, str, ast.Call]]:
-    """(place, name, call) of every call in the package."""
+    """Return (file and line, name, call) of every call in the package."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         module = str(path.relative_to(PACKAGE))
@@ -348,7 +351,7 @@ def calls() -> list[tuple[str, str, ast.Call]]:
     return found
 
 
-def test_stores_are_served_by_bound_store_alone() -> None:
+def test_only_bound_store_serves_stores() -> None:
     servers = [
         place
         for place, name, call in calls()
@@ -375,7 +378,7 @@ def test_nothing_in_the_package_listens_at_all_addresses_by_default() -> None:
     assert found == []
 
 
-def test_no_server_has_a_thread_for_every_stranger() -> None:
+def test_no_server_has_an_unlimited_number_of_threads() -> None:
     named = {
         f"{path.relative_to(PACKAGE)}: {word}"
         for path in PACKAGE.rglob("*.py")
@@ -385,7 +388,7 @@ def test_no_server_has_a_thread_for_every_stranger() -> None:
     assert named == {"watchdog/limited_server.py: ThreadingMixIn"}
 
 
-def test_a_limit_of_a_store_is_its_callers() -> None:
+def test_the_caller_sets_the_timeout_of_a_store() -> None:
     store = serve_store(listen("127.0.0.1"), timedelta(seconds=7))
     assert store.timeout == timedelta(seconds=7)
     with pytest.raises(OSError, match="ssign requested address"):

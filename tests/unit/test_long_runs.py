@@ -1,5 +1,5 @@
-"""Runs of hundreds of thousands of steps: a resume reads the ends of files, and a report holds a
-bounded part of them."""
+"""Tests of runs with hundreds of thousands of steps: a resume reads only the ends of files, and a
+report uses bounded memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ before = peak()
 run = read_run(run_dir)
 page = page_of(run)
 found |= {"report_peak": peak() - before, "page": len(page.as_html()), "steps": run.summary.steps}
-found |= {"trained": run.summary.trained, "anomalies": dict(run.found), "kept": len(run.rows)}
+found |= {"trained": run.summary.trained, "anomalies": dict(run.anomaly_counts)}
+found["kept"] = len(run.rows)
 norm = next(panel for panel in page.panels if panel.title.startswith("Gradient norm"))
 found["spike"] = [float(norm.curves[0].x[norm.curves[0].y.argmax()]), norm.curves[0].y.max()]
 print(json.dumps(found))
@@ -77,7 +78,8 @@ def test_a_long_run_is_resumed_and_reported_in_bounded_memory(tmp_path: Path) ->
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert found["resume_read"] < 12 * MIB < 0.7 * size
     assert found["resume_peak"] < 64 * MIB
-    assert found["report_peak"] < 80 * MIB < 1500 * LINES, "as objects, a line is 2 KiB"
+    # As Python objects, a line takes 2 KiB.
+    assert found["report_peak"] < 80 * MIB < 1500 * LINES
     assert found["page"] < MIB
     assert found["steps"] == LINES - 100
     assert found["trained"] == 3 * (LINES - 100)
@@ -88,7 +90,7 @@ def test_a_long_run_is_resumed_and_reported_in_bounded_memory(tmp_path: Path) ->
     assert len(cut) == 101
 
 
-def test_thinned_metrics_have_the_totals_and_spikes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thinned_metrics_keep_totals_and_spikes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metric_rows, "KEPT", 64)
     monkeypatch.setattr(metric_rows, "BUCKETS", 32)
     chance = np.random.default_rng(0)
@@ -123,7 +125,7 @@ def test_thinned_metrics_have_the_totals_and_spikes_of_all(monkeypatch: pytest.M
         x, y, trend = thinned.curve(key)
         every = dict(zip(*whole.column(key), strict=True))
         assert len(x) <= 2 * 32
-        assert all(every[at] == value for at, value in zip(x, y, strict=True)), "real points"
+        assert all(every[at] == value for at, value in zip(x, y, strict=True)), "not logged points"
         assert (y.min(), y.max()) == (min(every.values()), max(every.values()))
         assert trend is not None
         assert len(trend) == len(x)
@@ -142,18 +144,18 @@ def test_thinned_metrics_have_the_totals_and_spikes_of_all(monkeypatch: pytest.M
 
 
 def test_anomalies_of_a_kind_are_counted_and_the_first_are_kept() -> None:
-    found = AnomalyList()
+    anomalies = AnomalyList()
     for step in range(3 * KEPT):
-        found.add([Anomaly(step=step, kind="reward", detail="1 sample")])
-    found.add([Anomaly(step=9, kind="engine", detail="1 restart")])
-    assert found.counts == {"reward": 3 * KEPT, "engine": 1}
-    assert len(found.kept()) == KEPT + 1
+        anomalies.add([Anomaly(step=step, kind="reward", detail="1 sample")])
+    anomalies.add([Anomaly(step=9, kind="engine", detail="1 restart")])
+    assert anomalies.counts == {"reward": 3 * KEPT, "engine": 1}
+    assert len(anomalies.kept()) == KEPT + 1
 
 
 def test_outcomes_are_trimmed_outside_the_controllers_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`begin` returns before the first is read."""
+    """`begin` returns before the first outcome is read."""
     log = SampleLogWriter(tmp_path, SamplesConfig())
     log.begin(0)
     log.trained([0], [row(sample(0, 0))], 1)

@@ -1,5 +1,5 @@
-"""The `math` reward: answers in their final form are right, a copied or rearranged question is not,
-and the answers that data sets hold are read as what they mean."""
+"""The `math` reward: answers in final form are right, copied or rearranged questions are wrong, and
+the answers of data sets are read with their meaning."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron_async_rl.samples import Prompt
 from tests.cases import looped
 from tests.unit.math_cases import RIGHT, WRONG
 
-ASKED = "What is 9 - 7?"
+QUESTION = "What is 9 - 7?"
 
 
-def score(answer: Any, response: str, question: str = ASKED, **settings: Any) -> float:
+def score(answer: Any, response: str, question: str = QUESTION, **settings: Any) -> float:
     prompt = Prompt(id="p7", text=question, token_ids=(1,), fields={"answer": answer})
     return math(prompt, response, **settings)
 
@@ -61,26 +61,26 @@ FINAL = [
     ("east", r"\boxed{\text{east}}"),
     ("90^\\circ", r"\boxed{90^\circ}"),
 ]
-"""(answer, response): the response is right, and final."""
+"""(answer, response): the response is right and final."""
 
 UNFINISHED = [
-    ("2", "9 - 7 =", ASKED),
-    ("2", "9 - 7", ASKED),
-    ("2", "$9-7$", ASKED),
-    ("2", r"\boxed{9 - 7}", ASKED),
-    ("2", r"\boxed{-7 + 9}", ASKED),
-    ("2", r"\boxed{9 - 6 - 1}", ASKED),
-    ("2", r"\boxed{x = 9 - 7}", ASKED),
-    ("2", r"\boxed{2 = 9 - 7}", ASKED),
-    ("2", r"\boxed{(9) - (7)}", ASKED),
-    ("2", r"\boxed{\frac{18}{9}}", ASKED),
-    ("2", "4/2", ASKED),
-    ("2", r"\boxed{\sqrt{4}}", ASKED),
-    ("2", r"\boxed{\max(1, 2)}", ASKED),
-    ("2", r"\boxed{\log_2 4}", ASKED),
-    ("2", r"\boxed{\int_0^2 1 dx}", ASKED),
-    ("2", r"\boxed{\sum_{i=1}^{2} 1}", ASKED),
-    ("2", r"\boxed{\gcd(4, 6)}", ASKED),
+    ("2", "9 - 7 =", QUESTION),
+    ("2", "9 - 7", QUESTION),
+    ("2", "$9-7$", QUESTION),
+    ("2", r"\boxed{9 - 7}", QUESTION),
+    ("2", r"\boxed{-7 + 9}", QUESTION),
+    ("2", r"\boxed{9 - 6 - 1}", QUESTION),
+    ("2", r"\boxed{x = 9 - 7}", QUESTION),
+    ("2", r"\boxed{2 = 9 - 7}", QUESTION),
+    ("2", r"\boxed{(9) - (7)}", QUESTION),
+    ("2", r"\boxed{\frac{18}{9}}", QUESTION),
+    ("2", "4/2", QUESTION),
+    ("2", r"\boxed{\sqrt{4}}", QUESTION),
+    ("2", r"\boxed{\max(1, 2)}", QUESTION),
+    ("2", r"\boxed{\log_2 4}", QUESTION),
+    ("2", r"\boxed{\int_0^2 1 dx}", QUESTION),
+    ("2", r"\boxed{\sum_{i=1}^{2} 1}", QUESTION),
+    ("2", r"\boxed{\gcd(4, 6)}", QUESTION),
     ("1024", r"\boxed{2^{10}}", "What is 2^{10}?"),
     ("10", r"\boxed{\binom{5}{2}}", r"What is $\binom{5}{2}$?"),
     ("120", r"\boxed{5!}", "What is 5!?"),
@@ -94,11 +94,11 @@ UNFINISHED = [
     ("6x^2", r"\boxed{\frac{d}{dx}(2x^3)}", "Let $f(x)=2x^3$. Find $f'(x)$."),
     (r"\{1,2,3\}", r"\boxed{\{1,2\} \cup \{2,3\}}", r"Find $A\cup B$."),
     ("2", r"\boxed{4 \div 2}", "What is 4 divided by 2?"),
-    ("(1,2)", r"\boxed{(1, 9-7)}", ASKED),
-    (r"\{1,2\}", r"\boxed{\{1, 9-7\}}", ASKED),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\9-7\end{pmatrix}}", ASKED),
+    ("(1,2)", r"\boxed{(1, 9-7)}", QUESTION),
+    (r"\{1,2\}", r"\boxed{\{1, 9-7\}}", QUESTION),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\9-7\end{pmatrix}}", QUESTION),
 ]
-"""(answer, response, question): right if evaluated, and unfinished."""
+"""(answer, response, question): the response has the right value, but is unfinished."""
 
 
 def test_an_answer_in_its_final_form_is_right() -> None:
@@ -110,7 +110,7 @@ def test_an_unfinished_answer_is_wrong_unless_every_form_is_accepted() -> None:
     passed = [one for one in UNFINISHED if score(*one) != 0.0]
     assert passed == []
     equal = [one for one in UNFINISHED if score(*one, form="any") == 1.0]
-    assert len(equal) >= len(UNFINISHED) - 2, "math-verify takes nearly all of them as equal"
+    assert len(equal) >= len(UNFINISHED) - 2, "math-verify accepts nearly all of them as equal"
 
 
 def _scored(rows: list[tuple[str, str, list[str]]]) -> dict[tuple[str, str, str], float]:
@@ -133,7 +133,7 @@ def test_copied_and_rearranged_questions_earn_nothing() -> None:
     assert [case for case, reward in scored.items() if reward != 0.0] == []
 
 
-def test_neither_the_question_nor_its_numbers_nor_punctuation_earns_anything() -> None:
+def test_the_question_its_numbers_and_punctuation_earn_nothing() -> None:
     question = "Ann has 12 apples, eats 5, and buys 3 * 4. What is 12 - 5 + 3 * 4?"
     numbers = ["12", "5", "3", "4", "12 5 3 4", "12, 5, 3, 4", "1 2 3 4 5 6 7 8 9 10"]
     nothing = ["", " ", "\n", ".", "...", "?!", "$", "$$", r"\boxed{}", "-", "=", "####", "$$$$"]
@@ -151,10 +151,12 @@ def test_the_last_answer_counts_and_several_boxes_are_a_set() -> None:
 
 
 def test_a_long_box_costs_no_time_and_earns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """math-verify took 3 to 13 s of processor time for each."""
+    """math-verify took 3 to 13 s of CPU time for each box."""
     item = Prompt(id="p", text="?", token_ids=(1,), fields={"answer": "5"})
     assert math(item, r"\boxed{5" + " " * 5000 + "}") == 1.0
-    monkeypatch.setattr(mathematics, "_read_as_latex", lambda text: pytest.fail("it is read"))
+    monkeypatch.setattr(
+        mathematics, "_parse", lambda text: pytest.fail("math-verify reads the box")
+    )
     assert math(item, r"\boxed{" + "x " * 5000 + "5}") == 0.0
 
 
@@ -204,7 +206,7 @@ READ = [
 ]
 
 
-def test_an_answer_of_a_data_set_is_read_as_what_it_means() -> None:
+def test_an_answer_of_a_data_set_is_read_with_its_meaning() -> None:
     assert [(text, read_answer(text)) for text, _ in READ] == READ
 
 
@@ -215,10 +217,10 @@ def test_an_answer_that_is_read_earns_the_reward_itself() -> None:
         validate_row("math", {}, {"answer": answer})
 
 
-def test_a_row_of_a_plain_number_is_validated_without_math_verify(
+def test_a_plain_number_is_validated_without_math_verify(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "math_verify", None)  # an import raises
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # Importing it raises ImportError.
     for answer in ("72", "1,200", "-3.5", "3/4", r"\frac{3}{4}", "50%", "#### 72", "5 km/h"):
         validate_row("math", {}, {"answer": answer})
 
@@ -226,19 +228,19 @@ def test_a_row_of_a_plain_number_is_validated_without_math_verify(
 @looped(
     ("text", "reason"),
     [
-        ("5-7", "is a range or a difference: write its value"),
+        ("5-7", "is a range or a difference: write the value"),
         ("5 \u2013 7", "is a range or a difference"),
         ("5 to 7", "is a range or a difference"),
-        ("10:30", "is a time of day or a ratio: write the ratio as a fraction"),
+        ("10:30", "is a time of day or a ratio: write a ratio as a fraction"),
         ("3:45 PM", "is a time of day or a ratio"),
         ("3 pm", "is a time of day or a ratio"),
         ("about 5", "has the word 'about': write the number or formula alone"),
         ("5 cm by 3 cm", "has the word 'by'"),
         ("5 dozen", "has a number and the word 'dozen'"),
-        ("(C) 5", "is an option and its text"),
+        ("(C) 5", "is an option with its text"),
         ("Jan 5", "has the word 'Jan'"),
-        ("0x1F", "cannot read"),
-        ("1/0", "not readable by math-verify"),
+        ("0x1F", "cannot parse"),
+        ("1/0", "cannot be parsed by math-verify"),
         ("0.333...", "does not earn the reward as"),
     ],
 )
@@ -269,12 +271,12 @@ def test_an_ambiguous_answer_is_refused_with_the_reason(text: str, reason: str) 
         "$$",
     ],
 )
-def test_an_answer_in_which_a_number_would_be_guessed_is_refused(text: str) -> None:
+def test_an_answer_that_would_have_to_be_guessed_is_refused(text: str) -> None:
     with pytest.raises(RewardError, match="write the final answer alone"):
         validate_row("math", {}, {"answer": text})
 
 
-def test_an_amount_in_a_response_is_no_formula() -> None:
+def test_an_amount_of_money_in_a_response_is_not_a_formula() -> None:
     assert score("18.90", r"It costs \$18.90") == 1.0
     assert score(r"\$18.90", "It costs $18.90") == 1.0
     assert score("32348", r"They pay \$32,\!348.") == 1.0
@@ -322,11 +324,11 @@ def test_every_built_in_reward_checks_the_values_of_its_columns() -> None:
             return not (error.what and error.fix)
         return True
 
-    found = [(*one[:3], accepted(*one[:3])) for one in VALUES]
-    assert [repr(one) for one in found] == [repr(one) for one in VALUES]
+    results = [(*one[:3], accepted(*one[:3])) for one in VALUES]
+    assert [repr(one) for one in results] == [repr(one) for one in VALUES]
 
 
-def test_a_number_in_text_without_a_fraction_is_a_whole_number() -> None:
+def test_text_such_as_27_0_is_a_whole_number() -> None:
     from megatron_async_rl.rollout.rewards.answers import arithmetic
 
     for answer in (27.0, "27.0", "27.00", 27):
@@ -335,7 +337,7 @@ def test_a_number_in_text_without_a_fraction_is_a_whole_number() -> None:
     assert score(1.5e-07, r"\boxed{1.5 \times 10^{-7}}") == 1.0
 
 
-def test_numbers_are_calculated_and_roots_simplified_in_terms() -> None:
+def test_combined_terms_have_computed_numbers_and_simple_roots() -> None:
     def same(one: str, other: str) -> bool:
         found = [read(text) for text in (one, other)]
         return combination(found[0]) == combination(found[1])
@@ -354,7 +356,7 @@ def test_numbers_are_calculated_and_roots_simplified_in_terms() -> None:
     ):
         assert same(one, other), (one, other)
     for one, other in (
-        ("2^{65}", str(2**65)),  # a power that large is not an operation to carry out
+        ("2^{65}", str(2**65)),  # A power this large may remain.
         ("(x-1)^3", "(1-x)^3"),
         ("x^2 x", "x^2"),
         (r"\sqrt{3}", "3"),
@@ -362,7 +364,7 @@ def test_numbers_are_calculated_and_roots_simplified_in_terms() -> None:
         assert not same(one, other), (one, other)
 
 
-def test_powers_of_constants_are_finished_unless_i_has_a_whole_exponent() -> None:
+def test_only_integer_powers_of_i_are_unfinished_among_constants() -> None:
     for text, finished in (
         (r"\pi^2", True),
         ("e^2", True),
@@ -377,7 +379,7 @@ def test_powers_of_constants_are_finished_unless_i_has_a_whole_exponent() -> Non
         assert is_finished(formula) == finished, text
 
 
-def test_a_sum_is_finished_unless_terms_can_be_collected_or_brackets_multiplied_out() -> None:
+def test_a_sum_is_finished_if_nothing_can_be_collected_or_expanded() -> None:
     for text, finished in (
         ("x+1", True),
         ("x+x", False),

@@ -33,6 +33,8 @@ PACKAGE = Path(megatron_async_rl.__file__).parent
 
 
 def lines_of(path: Path) -> list[dict[str, object]]:
+    """Return the JSON objects of a file. Fails for NaN and Infinity, which are not valid JSON."""
+
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
@@ -64,7 +66,7 @@ def test_a_step_is_one_line_on_disk_when_log_returns(tmp_path: Path) -> None:
     }
 
 
-def test_values_that_are_not_finite_stay_valid_json_and_read_back(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_valid_json_and_read_back(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
     log.log(1, {"policy/loss": math.nan, "policy/grad_norm": math.inf, "ratio/chi2": -math.inf})
     (line,) = lines_of(tmp_path / "metrics.jsonl")
@@ -78,9 +80,7 @@ def test_values_that_are_not_finite_stay_valid_json_and_read_back(tmp_path: Path
     assert (row["policy/grad_norm"], row["ratio/chi2"]) == (math.inf, -math.inf)
 
 
-def test_what_every_engine_has_is_a_list_that_reads_back_whatever_its_numbers(
-    tmp_path: Path,
-) -> None:
+def test_a_metric_per_engine_is_a_list_that_reads_back(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
     log.log(1, {"engine/busy_shares": (0.5, math.nan), "engine/tokens": np.array([3, 4]).tolist()})
     (line,) = lines_of(tmp_path / "metrics.jsonl")
@@ -89,7 +89,7 @@ def test_what_every_engine_has_is_a_list_that_reads_back_whatever_its_numbers(
     np.testing.assert_array_equal(row["engine/busy_shares"], [0.5, math.nan])
 
 
-def test_an_unknown_key_is_refused_and_the_nearest_named(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_key_names_the_nearest_key(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
     with pytest.raises(
         MetricsError, match=r"unknown metric 'reward/meen'; the nearest one is 'reward/mean'"
@@ -123,7 +123,7 @@ def test_a_step_is_never_logged_twice(tmp_path: Path) -> None:
         log.log(1, {})
 
 
-def test_a_resume_cuts_the_steps_it_repeats_and_keeps_them_aside(tmp_path: Path) -> None:
+def test_a_resume_moves_the_steps_that_it_repeats_to_another_file(tmp_path: Path) -> None:
     logged(tmp_path, range(1, 6), reward=0.1)
     logged(tmp_path, range(3, 5), reward=0.9)
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [
@@ -141,7 +141,7 @@ def test_a_resume_cuts_the_steps_it_repeats_and_keeps_them_aside(tmp_path: Path)
     ]
 
 
-def test_a_line_that_a_crash_left_half_written_does_not_break_the_resume(tmp_path: Path) -> None:
+def test_a_resume_moves_a_partial_line_to_another_file(tmp_path: Path) -> None:
     logged(tmp_path, range(1, 3))
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "rewa')
@@ -150,7 +150,7 @@ def test_a_line_that_a_crash_left_half_written_does_not_break_the_resume(tmp_pat
     assert lines_of(tmp_path / "metrics.cut.jsonl") == [{"unreadable": '{"step": 3, "rewa'}]
 
 
-def test_a_reader_takes_each_line_once_and_only_whole(tmp_path: Path) -> None:
+def test_a_reader_returns_each_line_once_when_it_is_complete(tmp_path: Path) -> None:
     reader = MetricsReader(tmp_path)
     assert reader.new_rows().rows == []
     path = tmp_path / "metrics.jsonl"
@@ -161,29 +161,27 @@ def test_a_reader_takes_each_line_once_and_only_whole(tmp_path: Path) -> None:
         assert reader.new_rows().rows == []
         file.write('p": 2}\n')
         file.flush()
-        news = reader.new_rows()
-    assert [row["step"] for row in news.rows] == [2]
-    assert not news.restarted
+        new = reader.new_rows()
+    assert [row["step"] for row in new.rows] == [2]
+    assert not new.restarted
 
 
-def test_lines_at_the_end_that_cannot_be_read_are_put_aside_and_every_step_stays(
-    tmp_path: Path,
-) -> None:
+def test_invalid_lines_at_the_end_are_moved_and_every_step_stays(tmp_path: Path) -> None:
     good = '{"step": 1}\n{"step": 2}\n'
     path = tmp_path / "metrics.jsonl"
     for tail, cut in (("", 0), ('{"step": 3, "rewa', 1), ("\0\0\n[3]\n", 2), ("\0\0", 1)):
         path.write_text(good + tail)
         assert cut_unreadable(tmp_path).get("metrics.jsonl", 0) == cut
         assert path.read_text() == good
-    aside = lines_of(tmp_path / "metrics.cut.jsonl")
-    assert aside == [{"unreadable": one} for one in ('{"step": 3, "rewa', "\0\0", "[3]", "\0\0")]
+    moved = lines_of(tmp_path / "metrics.cut.jsonl")
+    assert moved == [{"unreadable": one} for one in ('{"step": 3, "rewa', "\0\0", "[3]", "\0\0")]
     path.write_text(f'{{"step": 1}}\n\0\0\n{good}')
     assert cut_unreadable(tmp_path) == {}
     with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
         read_metrics(tmp_path)
 
 
-def test_the_end_of_a_file_is_found_whatever_the_blocks_it_is_read_in(
+def test_the_end_of_a_file_is_read_correctly_with_any_block_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -199,8 +197,8 @@ def test_the_end_of_a_file_is_found_whatever_the_blocks_it_is_read_in(
         assert path.read_text() == ""
 
 
-def test_a_reader_sees_that_a_file_was_cut_and_has_grown_again(tmp_path: Path) -> None:
-    """The file grew to the same size and more between two looks."""
+def test_a_reader_detects_that_a_file_was_cut_and_has_grown_again(tmp_path: Path) -> None:
+    """Between two reads, the file is cut and grows beyond its earlier size."""
     reader = MetricsReader(tmp_path)
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "reward/mean": 1.0}\n')
@@ -208,12 +206,12 @@ def test_a_reader_sees_that_a_file_was_cut_and_has_grown_again(tmp_path: Path) -
     cut_from(tmp_path, 2)
     with path.open("a") as file:
         file.write('{"step": 2, "reward/mean": 0.0}\n{"step": 3}\n')
-    news = reader.new_rows()
-    assert news.restarted
-    assert [row.get("reward/mean") for row in news.rows] == [None, 0.0, None]
+    new = reader.new_rows()
+    assert new.restarted
+    assert [row.get("reward/mean") for row in new.rows] == [None, 0.0, None]
 
 
-def test_a_last_line_that_lost_its_end_does_not_run_into_the_next(tmp_path: Path) -> None:
+def test_a_new_line_is_not_appended_to_a_last_line_without_line_break(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}')
     log = MetricsLog(tmp_path, tensorboard=False, first_step=2)
     log.log(2, {"reward/mean": 0.5})
@@ -226,20 +224,20 @@ def test_a_reader_starts_over_when_a_resume_cuts_the_file(tmp_path: Path) -> Non
     reader = MetricsReader(tmp_path)
     assert len(reader.new_rows().rows) == 4
     logged(tmp_path, range(3, 8), reward=0.9)
-    news = reader.new_rows()
-    assert news.restarted
-    assert [row["step"] for row in news.rows] == [1, 2, 3, 4, 5, 6, 7]
+    new = reader.new_rows()
+    assert new.restarted
+    assert [row["step"] for row in new.rows] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_broken_line_in_the_middle_is_named_by_file_and_line(tmp_path: Path) -> None:
+def test_the_error_for_a_damaged_line_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
         read_metrics(tmp_path)
 
 
 @pytest.mark.parametrize("step", ["2", "1", "2.5"])
-def test_a_step_that_does_not_grow_is_named_by_file_and_line(tmp_path: Path, step: str) -> None:
-    """Damage or a file assembled by hand leaves such lines, and every step would count twice."""
+def test_a_step_that_does_not_increase_is_refused(tmp_path: Path, step: str) -> None:
+    """A damaged or manually edited file may have such lines; totals would count a step twice."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{{"step": 2}}\n{{"step": {step}}}\n{{"step": 4}}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:3"):
@@ -248,7 +246,7 @@ def test_a_step_that_does_not_grow_is_named_by_file_and_line(tmp_path: Path, ste
         read_newest(tmp_path, 3)
 
 
-def test_a_line_without_an_end_is_refused_before_it_fills_memory(
+def test_an_endless_line_is_refused_before_it_fills_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 1000)
@@ -258,7 +256,7 @@ def test_a_line_without_an_end_is_refused_before_it_fills_memory(
         read_metrics(tmp_path)
 
 
-def test_the_launcher_reports_lines_that_it_moved_aside(tmp_path: Path) -> None:
+def test_the_launcher_reports_the_invalid_lines_that_it_moved(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rewa')
     (tmp_path / "eval.jsonl").write_text('{"version": 1}\n\0\0\n{"vers')
     written = io.StringIO()
@@ -274,7 +272,7 @@ def test_the_launcher_reports_lines_that_it_moved_aside(tmp_path: Path) -> None:
     ]
 
 
-def test_tensorboard_gets_numbers_and_histograms_and_forgets_cut_steps(tmp_path: Path) -> None:
+def test_tensorboard_has_numbers_and_histograms_and_drops_cut_steps(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps, reward in ((range(1, 5), 0.1), (range(3, 5), 0.9)):
@@ -304,7 +302,7 @@ def test_tensorboard_gets_numbers_and_histograms_and_forgets_cut_steps(tmp_path:
     ] == [0.9, 0.75]
 
 
-def test_an_evaluation_is_in_the_next_line_and_in_tensorboard_at_its_own_version(
+def test_an_evaluation_is_in_the_next_line_and_in_tensorboard_at_its_version(
     tmp_path: Path,
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -338,7 +336,7 @@ def test_the_page_of_metrics_is_up_to_date() -> None:
     )
 
 
-def test_every_metric_that_the_package_logs_is_in_the_catalogue_and_the_other_way_round() -> None:
+def test_the_package_logs_exactly_the_metrics_of_the_catalogue() -> None:
     prefixes = "|".join(sorted({name.split("/")[0] for name in keys.METRICS}))
     readers = {"metrics", "report"}
     sources = [path for path in PACKAGE.rglob("*.py") if path.parent.name not in readers]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.mutation.executed import RECORDER, among, recorded
 from tests.mutation.mutants import Mutant, mutants_of, sample
 from tests.mutation.nearest import ImportMap
 from tests.mutation.run import run_in_child
+
+ROOT = Path(__file__).parents[2]
 
 
 def edits(source: str) -> set[tuple[str, str]]:
@@ -132,3 +136,35 @@ def test_no_process_outlives_the_child_that_started_it(tmp_path: Path):
     os.close(write)
     assert os.read(read, 1) == b"", "every holder of the other end has ended"
     os.close(read)
+
+
+def test_functions_are_recorded_in_every_process_by_name(tmp_path: Path):
+    package = tmp_path / "megatron_async_rl"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "part.py").write_text(
+        "import os\n"
+        "class Part:\n"
+        "    def act(self):\n"
+        "        def inner(): return 1\n"
+        "        return inner()\n"
+        "    def idle(self): return 2\n"
+        "def child(): return 3\n"
+        "Part().act()\n"
+        "if os.fork() == 0:\n"
+        "    child()\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    (tmp_path / RECORDER.name).write_bytes((ROOT / RECORDER).read_bytes())
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with recorded(tmp_path, environment) as functions:
+        program = [sys.executable, "-c", "import megatron_async_rl.part"]
+        subprocess.run(program, cwd=tmp_path, env=environment, check=True)
+    file = "megatron_async_rl/part.py"
+    assert functions == [f"{file}:Part.act", f"{file}:Part.act.inner", f"{file}:child"]
+    for place in ("Part.act", "Part", "", "child"):
+        assert among(functions, file, place), place
+    for place in ("Part.idle", "Part.ac", "chil"):
+        assert not among(functions, file, place), place
+    assert not among(functions, "megatron_async_rl/other.py", "")

@@ -29,7 +29,7 @@ from megatron_async_rl.config.problem import ConfigError, number_of
 from megatron_async_rl.flow.colocated import PHASES
 from megatron_async_rl.plan import totals
 from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
-from megatron_async_rl.plan.layer_memory import stores_scores
+from megatron_async_rl.plan.layer_memory import layer_activations, stores_scores
 from megatron_async_rl.plan.layout import rank_coordinates, rank_environment
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine, size
 from megatron_async_rl.plan.memory import (
@@ -275,6 +275,25 @@ def test_packed_rows_keep_each_tokens_rotations_and_its_attention_twice(tmp_path
     more = shape.layers * (rotations + attention) * 4
     assert packed.activations - padded.activations == more
     assert packed.total - padded.total == more
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_context_rank_keeps_the_keys_and_values_of_all_ranks(tmp_path, on_gpu):
+    file = write_run(tmp_path)
+    shape, _ = read_model(file.parent / "model")
+    tokens = 64
+
+    def kept(context: int) -> int:
+        # Packed rows have the same number of rotations on any number of ranks.
+        config = load(file, [f"policy.parallel.context={context}", "policy.sequence=packed"])
+        return layer_activations(config, shape, tokens, 16, on_gpu=on_gpu, layers="local")
+
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    gathered = 2 * (queries if on_gpu else keys)
+    assert kept(4) - kept(2) == 2 * gathered * tokens * 4
+    # A rank without others reverses no queries, and has three tensors of the size of the keys.
+    more = queries // 2 - 3 * keys + 2 * gathered
+    assert kept(2) - kept(1) == more * tokens * 4
 
 
 def test_packed_micro_batches_are_counted_by_tokens(file):

@@ -1,4 +1,4 @@
-"""The live display and the last words, drawn from the files of a run."""
+"""Tests of the live display and the summary of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.logged_samples import logged_run
 
 
 class Run:
-    """A run's files, and a console that looks at them."""
+    """Files of a run, and a console for its display."""
 
     def __init__(self, run_dir: Path, *, terminal: bool) -> None:
         self.dir = run_dir
@@ -36,7 +36,7 @@ class Run:
         )
         self.log = MetricsLog(run_dir, tensorboard=False, first_step=1)
 
-    def say(
+    def set_status(
         self,
         phase: str,
         step: int = 0,
@@ -98,9 +98,9 @@ def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return Run(tmp_path, terminal=False)
 
 
-def test_the_panel_shows_where_the_run_stands(terminal: Run) -> None:
+def test_the_panel_shows_the_state_of_the_run(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
-    terminal.say("training", before=0.31)
+    terminal.set_status("training", before=0.31)
     for step in range(1, 41):
         terminal.step(step)
     progress.close()
@@ -123,27 +123,25 @@ def test_the_panel_shows_where_the_run_stands(terminal: Run) -> None:
     assert "█" in shown
 
 
-def test_the_panel_shows_a_sample_of_the_newest_step_and_no_more_than_its_text(
-    terminal: Run,
-) -> None:
+def test_the_panel_shows_a_sample_of_the_newest_step_as_plain_text(terminal: Run) -> None:
     hostile = "so \x1b[2J it is [red]7[/red]\nand " + "so on " * 40
     logged_run(terminal.dir, lambda one: replace(one, text=hostile))
     progress = Progress(terminal.dir, 50, terminal.console)
     progress.update()
-    assert "reward 4.3" not in terminal.shown, "there is no step yet"
+    assert "reward 4.3" not in terminal.shown, "no step has trained on a sample yet"
     terminal.step(5)
     progress.close()
     lines = [line.strip("│ ") for line in terminal.shown.splitlines()]
     at = next(i for i, line in enumerate(lines) if line.startswith("sample"))
     assert lines[at].split() == ["sample", "reward", "4.300", "4+0="], (
-        "what waits is not trained on"
+        "a waiting sample is not trained on"
     )
     assert lines[at + 1].startswith("so \\x1b[2J it is [red]7[/red] and so on so on")
     assert lines[at + 1].endswith("…")
     assert "\x1b[2J it" not in terminal.text.getvalue()
 
 
-def test_a_sample_log_that_cannot_be_read_leaves_the_panel_as_it_is(terminal: Run) -> None:
+def test_the_panel_does_not_need_a_readable_sample_log(terminal: Run) -> None:
     logged_run(terminal.dir)
     for path in (terminal.dir / "samples").iterdir():
         path.write_bytes(b"hello world")
@@ -154,7 +152,7 @@ def test_a_sample_log_that_cannot_be_read_leaves_the_panel_as_it_is(terminal: Ru
 
 
 def add_anomaly(run: Run, step: int, norm: float) -> None:
-    """Add a line of metrics and one of details, as another process writes them."""
+    """Append a line of metrics and a line of details, as rank 0 does."""
     detail = {
         "step": step,
         "norm": norm,
@@ -168,7 +166,7 @@ def add_anomaly(run: Run, step: int, norm: float) -> None:
         file.write(json.dumps({"step": step, "policy/grad_anomaly": 100.0}) + "\n")
 
 
-def test_an_anomaly_of_the_gradient_is_warned_of(terminal: Run) -> None:
+def test_a_gradient_anomaly_causes_a_warning(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
     terminal.step(1)
     progress.update()
@@ -177,11 +175,11 @@ def test_an_anomaly_of_the_gradient_is_warned_of(terminal: Run) -> None:
         add_anomaly(terminal, step, norm)
     progress.close()
     shown = " ".join(terminal.shown.replace("│", " ").split())
-    assert "warning: step 3: Gradient far outside the run's history, norm 1,798 against" in shown
+    assert "warning: step 3: Gradient far outside the run's history, norm 1,798, median" in shown
     assert "samples 7/0 (2 anomalies so far)" in shown
 
 
-def test_a_pipe_has_each_warning_once(pipe: Run) -> None:
+def test_a_pipe_receives_each_warning_once(pipe: Run) -> None:
     progress = Progress(pipe.dir, 50, pipe.console)
     add_anomaly(pipe, 2, 50.0)
     pipe.step(3, **{"policy/nonfinite": 1})
@@ -189,19 +187,19 @@ def test_a_pipe_has_each_warning_once(pipe: Run) -> None:
         progress.update()
     progress.close()
     assert [line for line in pipe.shown.splitlines() if line.startswith("warning")] == [
-        "warning: step 2: Gradient far outside the run's history, norm 50 against a median of 2.1,"
-        " most of it in w; samples 7/0",
+        "warning: step 2: Gradient far outside the run's history, norm 50, median 2.1, mostly in w;"
+        " samples 7/0",
         "warning: step 3: Loss, gradient or reward that is not finite, the step was not applied",
     ]
 
 
-def test_a_damaged_line_is_a_warning_and_ends_no_run(pipe: Run) -> None:
+def test_a_damaged_line_causes_a_warning_and_the_display_continues(pipe: Run) -> None:
     progress = Progress(pipe.dir, 50, pipe.console)
     with open(pipe.dir / "metrics.jsonl", "a") as file:
         file.write("\0\0\n")
     progress.update()
     pipe.step(2)
-    pipe.say("training", 2)
+    pipe.set_status("training", 2)
     progress.update()
     progress.close()
     assert f"warning: {pipe.dir}/metrics.jsonl:1 is not a line of metrics" in pipe.shown
@@ -211,7 +209,7 @@ def test_a_damaged_line_is_a_warning_and_ends_no_run(pipe: Run) -> None:
 def test_the_panel_shows_the_phase_before_the_first_step(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
     progress.update()
-    terminal.say("starting", detail="Ray, engines and controller")
+    terminal.set_status("starting", detail="Ray, engines and controller")
     progress.update()
     assert "starting: Ray, engines and controller" in terminal.shown
     progress.close()
@@ -219,7 +217,7 @@ def test_the_panel_shows_the_phase_before_the_first_step(terminal: Run) -> None:
 
 def test_a_lag_without_a_maximum_is_shown_without_one(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
-    terminal.say("training")
+    terminal.set_status("training")
     terminal.step(1, **{"lag/max": None})
     progress.close()
     assert re.search(r"mean 1\.25 +weight versions behind", terminal.shown)
@@ -244,7 +242,7 @@ def test_a_supervised_run_shows_its_loss_and_no_lag(terminal: Run) -> None:
         assert absent not in terminal.shown
 
 
-def test_the_panel_shows_how_busy_the_engines_are_and_how_many_are_left(terminal: Run) -> None:
+def test_the_panel_shows_the_busy_share_and_number_of_the_engines(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
     engines = {
         "engine/busy_share": 0.875,
@@ -260,7 +258,7 @@ def test_the_panel_shows_how_busy_the_engines_are_and_how_many_are_left(terminal
 
 def test_the_panel_shows_the_newest_evaluation_until_the_next(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
-    terminal.say("training", before=0.31)
+    terminal.set_status("training", before=0.31)
     for step, version in ((1, 0), (2, None), (3, 3), (4, None)):
         terminal.step(
             step,
@@ -279,14 +277,14 @@ def test_the_panel_shows_the_newest_evaluation_until_the_next(terminal: Run) -> 
 
 def test_the_panel_shows_the_held_out_loss_of_a_supervised_run(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
-    terminal.say("training", before=2.5, measure="loss")
+    terminal.set_status("training", before=2.5, measure="loss")
     progress.update()
     assert "loss" in terminal.shown
     assert "held-out loss before 2.500 " in terminal.shown
     terminal.step(1, **{"eval/version": 2, "eval/loss": 1.25, "ratio/ess_ratio": None})
     progress.close()
     assert "held-out loss before 2.500, version 2: 1.250" in terminal.shown
-    assert "0.2500" in terminal.shown, "the loss trained on"
+    assert "0.2500" in terminal.shown, "the training loss is missing"
     for absent in ("reward", "lag", "ESS"):
         assert absent not in terminal.shown
 
@@ -295,24 +293,26 @@ def test_a_silent_run_is_reported(terminal: Run, monkeypatch: pytest.MonkeyPatch
     now = 1000.0
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
     progress = Progress(terminal.dir, 50, terminal.console)
-    terminal.say("training")
+    terminal.set_status("training")
     terminal.step(1)
     progress.update()
     assert "no step for" not in terminal.shown
     now += 95
     progress.update()
     assert "no step for 1:35" in terminal.shown
-    said = terminal.shown.count("no step for")
-    terminal.say("evaluating")
+    count = terminal.shown.count("no step for")
+    terminal.set_status("evaluating")
     progress.update()
     progress.close()
-    assert terminal.shown.count("no step for") == said
+    assert terminal.shown.count("no step for") == count
 
 
-def test_a_pipe_gets_plain_lines_once_per_news(pipe: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_receives_one_plain_line_per_change(
+    pipe: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: 1000.0)
     progress = Progress(pipe.dir, 50, pipe.console)
-    pipe.say("training", before=0.31)
+    pipe.set_status("training", before=0.31)
     pipe.step(1)
     progress.update()
     progress.update()
@@ -329,14 +329,14 @@ def test_a_pipe_gets_plain_lines_once_per_news(pipe: Run, monkeypatch: pytest.Mo
     assert "step 2/50" in second
 
 
-def test_rewards_that_fail_are_reported_during_the_run_and_after_it(
+def test_rewards_that_fail_are_reported_during_and_after_the_run(
     terminal: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_module, "PLAIN_EVERY_S", 0.0)
     piped = Run(tmp_path / "piped", terminal=False)
     for run in (terminal, piped):
         progress = Progress(run.dir, 50, run.console)
-        run.say("training")
+        run.set_status("training")
         run.step(1, **{"reward/errors": 0})
         progress.update()
         assert "failed" not in run.shown
@@ -351,9 +351,9 @@ def test_rewards_that_fail_are_reported_during_the_run_and_after_it(
         assert re.search(r"rewards +2,000 failed: .*reward_errors\.jsonl", run.shown)
 
 
-def test_a_half_written_line_is_waited_for(pipe: Run) -> None:
+def test_a_partial_line_is_shown_when_it_is_complete(pipe: Run) -> None:
     progress = Progress(pipe.dir, 50, pipe.console)
-    pipe.say("training")
+    pipe.set_status("training")
     with open(pipe.dir / "metrics.jsonl", "a") as file:
         file.write('{"step": 1, "time/ste')
         file.flush()
@@ -366,13 +366,13 @@ def test_a_half_written_line_is_waited_for(pipe: Run) -> None:
     ]
 
 
-def test_a_resume_does_not_show_the_steps_it_cut(pipe: Run) -> None:
+def test_the_display_drops_the_steps_that_a_resume_cuts(pipe: Run) -> None:
     for step in range(1, 11):
         pipe.step(step)
     progress = Progress(pipe.dir, 50, pipe.console)
     progress.update()
     pipe.log = MetricsLog(pipe.dir, tensorboard=False, first_step=1)
-    pipe.say("training")
+    pipe.set_status("training")
     progress.update()
     pipe.step(1)
     progress.update()
@@ -383,8 +383,8 @@ def test_a_resume_does_not_show_the_steps_it_cut(pipe: Run) -> None:
     assert len(pipe.shown.splitlines()) == 3
 
 
-def test_the_last_words_of_an_earlier_start_are_not_this_ones(pipe: Run) -> None:
-    pipe.say("failed", detail="the earlier start")
+def test_the_status_of_an_earlier_start_is_ignored(pipe: Run) -> None:
+    pipe.set_status("failed", detail="the earlier start")
     progress = Progress(pipe.dir, 50, pipe.console)
     progress.update()
     assert "failed" not in pipe.shown
@@ -394,7 +394,7 @@ def test_the_last_words_of_an_earlier_start_are_not_this_ones(pipe: Run) -> None
 def test_the_summary_shows_the_results_of_the_run(pipe: Run) -> None:
     for step in range(1, 4):
         pipe.step(step)
-    pipe.say("finished", 3, before=0.31, after=0.875)
+    pipe.set_status("finished", 3, before=0.31, after=0.875)
     (pipe.dir / "report.png").touch()
     print_summary(pipe.dir, pipe.console)
     shown = " ".join(pipe.shown.split())
@@ -408,19 +408,17 @@ def test_the_summary_shows_the_results_of_the_run(pipe: Run) -> None:
     assert "report.html" not in shown
 
 
-def test_the_summary_names_the_run_that_stands_beside(pipe: Run, tmp_path: Path) -> None:
+def test_the_summary_shows_the_run_in_observe_beside(pipe: Run, tmp_path: Path) -> None:
     other = Run(tmp_path / "without_control", terminal=False)
     other.step(1)
-    other.say("finished", 1, before=0.31, after=0.25)
+    other.set_status("finished", 1, before=0.31, after=0.25)
     pipe.step(1)
     (pipe.dir / "config.yaml").write_text(f"observe: {{beside: {other.dir}}}\n")
     print_summary(pipe.dir, pipe.console)
     assert "without control 0.310 → 0.250 (-0.060)" in " ".join(pipe.shown.split())
 
 
-def test_paths_of_the_summary_are_whole_and_as_they_are_however_narrow_the_terminal(
-    tmp_path: Path,
-) -> None:
+def test_a_narrow_terminal_does_not_wrap_paths_of_the_summary(tmp_path: Path) -> None:
     run = Run(tmp_path / ("[bold]" + 60 * "x"), terminal=True)
     run.console.width = 40
     run.step(1)
@@ -446,7 +444,7 @@ def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_a_status_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_error_for_an_invalid_status_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("[1, 2]")
     with pytest.raises(UserError, match=r"status\.json is not a run's status"):
         read_status(tmp_path)

@@ -1,4 +1,4 @@
-"""Prometheus reads the newest line of metrics over HTTP, and nothing of other libraries."""
+"""Tests of the Prometheus endpoint: it serves the newest line and no metrics of other libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_async_rl.metrics.log import MetricsLog
 from megatron_async_rl.metrics.sinks import gauge_name
 
 Scraped = dict[tuple[str, str], float]
-"""(gauge, label's value) -> its value."""
+"""(name of the metric, value of its label) -> value."""
 
 
 def scrape(run_dir: Path) -> tuple[Scraped, str]:
@@ -33,7 +33,7 @@ def scrape(run_dir: Path) -> tuple[Scraped, str]:
     }, text
 
 
-def test_a_scrape_has_every_number_of_the_newest_line_and_no_other(tmp_path: Path) -> None:
+def test_a_scrape_has_exactly_the_numbers_of_the_newest_line(tmp_path: Path) -> None:
     prometheus_client.Gauge("of_another_library", "In the process's registry.")
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=0)
     assert scrape(tmp_path)[0] == {}
@@ -63,7 +63,7 @@ def test_a_scrape_has_every_number_of_the_newest_line_and_no_other(tmp_path: Pat
     log.close()
 
 
-def test_an_evaluation_is_served_as_soon_as_it_is_there_and_until_the_next(tmp_path: Path) -> None:
+def test_an_evaluation_is_served_at_once_and_until_the_next_one(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=0)
     log.evaluated(0, {"eval/mean": 0.25, "eval/version": 0, "eval/pass@4": 0.5})
     first = {
@@ -84,7 +84,7 @@ def test_an_evaluation_is_served_as_soon_as_it_is_there_and_until_the_next(tmp_p
     log.close()
 
 
-def test_what_only_grows_is_a_counter_and_all_else_a_gauge(tmp_path: Path) -> None:
+def test_totals_are_counters_and_all_other_metrics_are_gauges(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=0)
     values = {
         name: [1] if "count" in key.kind or key.kind == "per engine" else 1
@@ -97,11 +97,11 @@ def test_what_only_grows_is_a_counter_and_all_else_a_gauge(tmp_path: Path) -> No
     assert counters == {name for name, key in METRICS.items() if key.kind == "total"}
     assert {"flow/consumed", "gac/skips", "engine/restarts"} <= counters
     assert scraped[("mar_flow_consumed_total", "")] == 1.0
-    assert text.count(" gauge\n") == 1 + len(values) - len(counters), "all the others, and mar_step"
+    assert text.count(" gauge\n") == 1 + len(values) - len(counters), "mar_step is a gauge, too"
     log.close()
 
 
-def test_a_closed_log_serves_nothing_and_leaves_no_address(tmp_path: Path) -> None:
+def test_a_closed_log_stops_the_server_and_removes_its_address(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=0)
     port = int((tmp_path / "prometheus.txt").read_text().split(":")[2].partition("/")[0])
     log.close()
@@ -110,7 +110,7 @@ def test_a_closed_log_serves_nothing_and_leaves_no_address(tmp_path: Path) -> No
         urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=600)
 
 
-def test_a_port_that_is_taken_is_named_with_its_key(tmp_path: Path) -> None:
+def test_the_error_for_a_port_in_use_names_the_config_key(tmp_path: Path) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""The report of long, short, supervised and empty runs."""
+"""Tests of the report for long, short, supervised and empty runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def sampled_run(run_dir: Path, steps: int, config: dict[str, object] | None = No
     return run_dir
 
 
-def test_a_report_takes_rows_that_lack_what_had_no_data(tmp_path: Path) -> None:
+def test_a_report_accepts_rows_without_some_metrics(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "demo", 6)
     file, rare = run / "metrics.jsonl", ("ratio/logp_diff_lag0_max", "clip/positive", "reward/std")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -89,7 +89,7 @@ def test_a_report_takes_rows_that_lack_what_had_no_data(tmp_path: Path) -> None:
     assert curves["max at lag 0"] == [0.5]
 
 
-def test_a_lag_without_a_maximum_is_shown_without_one(tmp_path: Path) -> None:
+def test_a_missing_largest_lag_is_not_shown(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "demo", 4)
     file = run / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -109,8 +109,8 @@ def test_a_lag_without_a_maximum_is_shown_without_one(tmp_path: Path) -> None:
 
 
 def fleet_run(run_dir: Path, steps: int, *, dropped: bool = True) -> Path:
-    """Two engines; the second is gone in the end; each step takes ten seconds from second 1000
-    on."""
+    """Write a run with two engines, which loses the second one in the last step. The run starts at
+    second 1000, and each step takes ten seconds."""
     log = MetricsLog(run_dir, tensorboard=False, first_step=1)
     for step in range(1, steps + 1):
         engines = {
@@ -195,26 +195,26 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 def text_of(page: str) -> str:
-    """The page's parts as they are read, without its head and its panels."""
+    """Return the text of a page, without its head and its panels."""
     body = page.partition("</head>")[2].partition("<script")[0]
     return html.unescape(re.sub(r"<noscript>.*?</noscript>", "", body, flags=re.DOTALL))
 
 
 def drawn_in(page: str) -> dict[str, dict[str, Any]]:
-    """Title -> the panel, as the page's script gets it."""
+    """Return title -> panel, as JSON for the page's script."""
     data = re.search(r'<script id="panels-data" type="application/json">(.*?)</script>', page)
     assert data is not None
     return {panel["title"]: panel for panel in json.loads(data[1])}
 
 
 def page(run_dir: Path) -> str:
-    """The page alone, without the sheet, which takes longer."""
+    """Return the page of a run, without drawing the picture, which takes longer."""
     return page_of(read_run(run_dir)).as_html()
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("steps", [1, 2, 40])
-def test_a_run_of_any_length_has_a_sheet_and_a_page(tmp_path: Path, steps: int) -> None:
+def test_a_run_of_any_length_has_a_picture_and_a_page(tmp_path: Path, steps: int) -> None:
     html_path, png_path = write_report(sampled_run(tmp_path / "demo", steps))
     assert (html_path.name, png_path.name) == ("report.html", "report.png")
     width, height = png_size(png_path)
@@ -255,7 +255,7 @@ def test_every_evaluation_of_the_run_is_drawn_at_its_version(tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("steps", [1, 40])
-def test_a_run_whose_engines_were_counted_shows_what_each_did(tmp_path: Path, steps: int) -> None:
+def test_the_report_shows_the_activity_of_each_engine(tmp_path: Path, steps: int) -> None:
     html_path, png_path = write_report(fleet_run(tmp_path / "fleet", steps))
     assert png_size(png_path)[1] > 2000
     text = html_path.read_text()
@@ -265,9 +265,9 @@ def test_a_run_whose_engines_were_counted_shows_what_each_did(tmp_path: Path, st
         "In flight per engine",
         "Weights of each engine",
     } <= drawn.keys()
-    timeline = drawn[f"What each process did, last {min(steps, 12)} steps"]
+    timeline = drawn[f"Activity of each process, last {min(steps, 12)} steps"]
     assert timeline["names"] == ["rank 0", "engine-0"]
-    assert [1, 0.0, 9.0, "green"] in timeline["bars"], "engine 0 is busy for nine seconds"
+    assert [1, 0.0, 9.0, "green"] in timeline["bars"], "engine 0 was busy for nine seconds"
     run_data = read_run(tmp_path / "fleet")
     assert run_data.dropped is not None
     assert run_data.dropped.sentence in text_of(text)
@@ -281,19 +281,19 @@ def test_a_run_whose_engines_were_counted_shows_what_each_did(tmp_path: Path, st
     }
 
 
-def test_what_was_dropped_stands_against_what_was_trained_on(tmp_path: Path) -> None:
+def test_dropped_responses_are_compared_with_the_trained_ones(tmp_path: Path) -> None:
     run = fleet_run(tmp_path / "dropping", 5)
     dropped = read_run(run).dropped
     assert dropped is not None
     assert (
         dropped.sentence
-        == "9 responses were dropped (5 groups late): mean length 60.0 tokens against 20.0, mean"
-        " reward 0.250 against 0.500 of those trained on"
+        == "9 responses were dropped (groups: 5 late): mean length 60.0 tokens (trained on: 20.0),"
+        " mean reward 0.250 (trained on: 0.500)"
     )
     assert read_run(fleet_run(tmp_path / "waiting", 5, dropped=False)).dropped is None
 
 
-def test_counts_that_a_resume_began_again_are_added_up(tmp_path: Path) -> None:
+def test_counters_that_a_resume_restarts_are_summed(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
     drops = {"dropped/responses": 1, "dropped/length_mean": 9.0}
     for step, late in enumerate((2, 5, 1, 1), start=1):
@@ -313,9 +313,7 @@ def test_versions_of_engines_are_shown_as_lag_and_a_lost_engine_has_none() -> No
     np.testing.assert_array_equal(behind, [[0, 0], [2, np.nan]])
 
 
-def test_the_timeline_shown_is_that_of_the_last_steps_and_of_no_time_the_run_was_stopped(
-    tmp_path: Path,
-) -> None:
+def test_the_timeline_covers_the_last_steps_since_the_last_stop(tmp_path: Path) -> None:
     tracks = {"rank 0": [Span(track="rank 0", state="training", start=0.0, end=1e6)]}
 
     def ended(stopped_s: float) -> list[MetricRow]:
@@ -346,7 +344,7 @@ def test_the_timeline_shown_is_that_of_the_last_steps_and_of_no_time_the_run_was
     assert timeline_window(rows, {}) is None
 
 
-def test_the_page_is_light_and_opens_offline(tmp_path: Path) -> None:
+def test_the_page_is_small_and_needs_no_network(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "demo", 3000)
     text = page(run)
     assert len(text) < 300_000
@@ -363,20 +361,20 @@ def test_the_page_begins_with_the_reward_and_ends_with_the_settings(tmp_path: Pa
     )
     whole = html.unescape(page(run))
     places = [
-        whole.index(words)
-        for words in (
+        whole.index(text)
+        for text in (
             "failed at step 40 of 80",
             "EngineFailed: no <memory>",
             'id="first"',
             "40 of 80</b><small>steps",
-            "What went wrong",
+            "Anomalies and dropped responses",
             'id="panels"',
             "<details",
             "path: /models/<tiny>",
         )
     ]
     assert places == sorted(places)
-    assert next(iter(drawn_in(page(run)))) == "Reward", "the script draws it first"
+    assert next(iter(drawn_in(page(run)))) == "Reward", "the reward is not the first panel"
 
 
 def test_the_tables_show_the_result_and_the_speed_of_the_run(tmp_path: Path) -> None:
@@ -386,7 +384,8 @@ def test_the_tables_show_the_result_and_the_speed_of_the_run(tmp_path: Path) -> 
     assert tables["Result"]["gradients projected"] == "14"
     assert tables["Speed"]["throughput"] == "1,000 tokens/s"
     assert [
-        tables["Speed"][f"of it {name}"] for name in ("training", "publishing", "waiting", "other")
+        tables["Speed"][f"share of the time: {name}"]
+        for name in ("training", "publishing", "waiting", "other")
     ] == [
         "60.0%",
         "10.0%",
@@ -396,7 +395,7 @@ def test_the_tables_show_the_result_and_the_speed_of_the_run(tmp_path: Path) -> 
 
 
 def rows_of(**columns: list[float | None]) -> list[MetricRow]:
-    """Rows from step 1 on; `a_b=[...]` is the key `a/b`, None an absent value."""
+    """Return rows from step 1 on. `a_b=[...]` has the values of the key `a/b`; None is absent."""
     count = max(len(values) for values in columns.values())
     return [
         {"step": index + 1}
@@ -409,7 +408,7 @@ def rows_of(**columns: list[float | None]) -> list[MetricRow]:
     ]
 
 
-def test_every_kind_of_anomaly_is_found_at_its_step(tmp_path: Path) -> None:
+def test_every_kind_of_anomaly_is_detected_at_its_step(tmp_path: Path) -> None:
     rows = rows_of(
         policy_grad_anomaly=[0, 856.0, 0, 0, 0, 0],
         policy_grad_norm=[2.0, 1798.0, 2.0, math.inf, 2.0, 2.0],
@@ -434,7 +433,7 @@ def test_every_kind_of_anomaly_is_found_at_its_step(tmp_path: Path) -> None:
             (
                 2,
                 "gradient",
-                "norm 1,798 against a median of 2.1, most of it in w; samples 7/0",
+                "norm 1,798, median 2.1, mostly in w; samples 7/0",
             ),
             (3, "engine", "1 of 2 engines left"),
             (3, "skipped", "no optimizer step"),
@@ -442,7 +441,7 @@ def test_every_kind_of_anomaly_is_found_at_its_step(tmp_path: Path) -> None:
             (4, "engine", "1 restart"),
             (5, "reward", "3 samples"),
             (5, "dropped", "4 groups"),
-            (6, "resumed", "counts began again"),
+            (6, "resumed", "the counters restarted"),
         )
     ]
     assert steps_text([1, 2, 3, 7, 9, 10]) == "1–3, 7, 9–10"
@@ -456,11 +455,11 @@ def test_anomalies_are_marked_on_the_curves_and_listed(tmp_path: Path) -> None:
     rows[6] |= {"policy/grad_anomaly": 856.0}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     whole = page(run)
-    words = "Gradient far outside the run's history"
+    title = "Gradient far outside the run's history"
     detail = "856 times the median of the last steps"
-    assert words not in html.unescape(without)
-    assert f"{words}</td><td>7</td><td>step 7: {detail}</td>" in text_of(whole)
-    assert [7, "red", f"{words}: {detail}", True] in drawn_in(whole)["Reward"]["marks"]
+    assert title not in html.unescape(without)
+    assert f"{title}</td><td>7</td><td>step 7: {detail}</td>" in text_of(whole)
+    assert [7, "red", f"{title}: {detail}", True] in drawn_in(whole)["Reward"]["marks"]
 
 
 def test_thinning_keeps_the_order_the_spikes_and_short_curves() -> None:
@@ -475,7 +474,7 @@ def test_thinning_keeps_the_order_the_spikes_and_short_curves() -> None:
     assert thin(steps[:POINTS], values[:POINTS], POINTS)[0].tolist() == steps[:POINTS].tolist()
 
 
-def test_a_calibrated_threshold_is_drawn_where_the_run_found_it(tmp_path: Path) -> None:
+def test_a_calibrated_threshold_is_drawn_once_it_is_known(tmp_path: Path) -> None:
     config = {
         **CONFIG,
         "controls": [{"name": "gac", "c_low": 0.15, "calibrate": {"steps": 4, "quantile": 0.9}}],
@@ -499,7 +498,7 @@ def test_a_calibrated_threshold_is_drawn_where_the_run_found_it(tmp_path: Path) 
     assert [0.31, "amber"] in cosine["levels"]
 
 
-def test_every_part_of_the_reward_has_its_curve(tmp_path: Path) -> None:
+def test_every_part_of_the_reward_has_a_curve(tmp_path: Path) -> None:
     run = sampled_run(tmp_path, 2)
     assert "Parts of the reward" not in drawn_in(page(run))
     log = MetricsLog(run, tensorboard=False, first_step=3)
@@ -509,14 +508,14 @@ def test_every_part_of_the_reward_has_its_curve(tmp_path: Path) -> None:
     assert [(curve["name"], curve["y"][-1]) for curve in curves] == [("right", 0.25), ("short", -1)]
 
 
-def test_ticks_of_an_axis_have_as_few_digits_as_distinguish_them() -> None:
+def test_ticks_have_the_fewest_digits_that_distinguish_them() -> None:
     assert list(map(tick, [0.0, 0.25, 12_000])) == ["0", "0.25", "12,000"]
     assert list(map(tick, [0.999990, 0.999995, 1.0])) == ["0.99999", "0.999995", "1"]
     assert list(map(tick, [2e-6, 2.01e-6])) == ["2e-6", "2.01e-6"]
     assert list(map(tick, [2e10, -3e-12])) == ["2e10", "-3e-12"]
 
 
-def test_panels_of_the_picture_lie_below_its_title_and_apart(
+def test_panels_of_the_picture_do_not_overlap_its_title_or_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boxes: list[Bbox] = []
@@ -539,7 +538,7 @@ def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
     assert "<script><!--" in {one["name"] for one in drawn_in(text)["Reward"]["curves"]}
 
 
-def test_no_script_may_run_but_the_pages_own(tmp_path: Path) -> None:
+def test_only_the_pages_own_script_may_run(tmp_path: Path) -> None:
     text = page(sampled_run(tmp_path, 2))
     script = text.rpartition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -563,7 +562,7 @@ def test_a_supervised_run_reports_its_loss_and_no_reward(tmp_path: Path, steps: 
     assert png_size(png_path)[1] < 1400
 
 
-def test_the_held_out_loss_stands_beside_the_trained_and_less_is_better(tmp_path: Path) -> None:
+def test_the_held_out_loss_is_drawn_with_the_training_loss_and_may_improve(tmp_path: Path) -> None:
     run_dir = supervised_run(tmp_path / "warm", 20)
     log = EvalLog(run_dir, ())
     for version, loss in ((0, 3.0), (10, 1.0), (20, 1.5)):
@@ -579,14 +578,14 @@ def test_the_held_out_loss_stands_beside_the_trained_and_less_is_better(tmp_path
     assert "reward" not in text_of(text)
 
 
-def test_a_run_without_its_config_or_control_still_reports(tmp_path: Path) -> None:
+def test_a_run_without_config_status_or_control_has_a_report(tmp_path: Path) -> None:
     run_dir = sampled_run(tmp_path / "demo", 3, config={"controls": []})
     (run_dir / "config.yaml").unlink()
     (run_dir / "status.json").unlink()
     assert "held-out" not in text_of(page(run_dir))
 
 
-def test_the_run_that_stands_beside_is_drawn_where_they_differ(tmp_path: Path) -> None:
+def test_the_run_in_observe_beside_is_drawn_in_the_compared_panels(tmp_path: Path) -> None:
     other = sampled_run(tmp_path / "without_control", 30)
     config = {**CONFIG, "observe": {"beside": str(other)}}
     run_dir = sampled_run(tmp_path / "demo", 40, config=config)
@@ -609,13 +608,13 @@ def test_the_run_that_stands_beside_is_drawn_where_they_differ(tmp_path: Path) -
     assert drawn() == {}
 
 
-def test_an_unfinished_run_reports_its_last_step(tmp_path: Path) -> None:
+def test_the_headline_of_an_unfinished_run_has_its_last_step(tmp_path: Path) -> None:
     run_dir = sampled_run(tmp_path / "demo", 3)
     write_status(run_dir, Status(phase="training", step=3, steps=80, time=0.0, before=0.31))
     assert read_run(run_dir).headline.endswith("training at step 3 of 80")
 
 
-def test_a_run_without_steps_has_nothing_to_report(tmp_path: Path) -> None:
+def test_a_run_without_steps_has_no_report(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="is not a directory"):
         write_report(tmp_path / "missing")
     with pytest.raises(ReportError, match="no run was started in it"):
@@ -625,7 +624,7 @@ def test_a_run_without_steps_has_nothing_to_report(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-def test_smoothing_keeps_constants_ignores_gaps_and_leaves_short_columns_alone() -> None:
+def test_smoothing_keeps_constants_ignores_gaps_and_skips_short_columns() -> None:
     constant = np.full(50, 0.4)
     constant[[0, 7, 49]] = np.nan, np.inf, np.nan
     trend = smooth(constant)
@@ -636,7 +635,7 @@ def test_smoothing_keeps_constants_ignores_gaps_and_leaves_short_columns_alone()
     assert np.std(smooth(noise)) < 0.35 * np.std(noise)
 
 
-def test_spans_read_like_a_clock() -> None:
+def test_durations_are_formatted_as_a_clock() -> None:
     assert [span(seconds) for seconds in (0.4, 7, 751, 11109)] == [
         "0:00",
         "0:07",

@@ -1,5 +1,5 @@
-"""Rewards: right answers get 1, clever wrong ones get 0, and what cannot work is refused before any
-engine starts."""
+"""Rewards: right answers score 1, cleverly wrong answers score 0, and an invalid reward is refused
+before any engine starts."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def prompt(**fields: Any) -> Prompt:
     return Prompt(id="p7", text="?", token_ids=(1,), fields=fields)
 
 
-def test_math_reports_no_limits_that_its_process_enforces(
+def test_math_does_not_warn_about_limits_that_its_process_sets(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for part in ("grader", "parser"):
@@ -53,7 +53,7 @@ def test_math_reports_no_limits_that_its_process_enforces(
 
 
 @pytest.mark.parametrize("response", ["46", " 46", "46\n"])
-def test_arithmetic_takes_the_exact_answer(response: str) -> None:
+def test_arithmetic_accepts_the_exact_answer(response: str) -> None:
     assert load_reward("arithmetic").function(prompt(answer="46"), response) == 1.0
     assert load_reward("arithmetic").function(prompt(answer=46), response) == 1.0
 
@@ -62,7 +62,7 @@ def test_arithmetic_takes_the_exact_answer(response: str) -> None:
     "response",
     ["", "4", "465", "046", "46 46", "46.0", "4 6", "= 46", "answer: 46", "４６", "+46", "46\x00"],
 )
-def test_arithmetic_takes_nothing_but_the_exact_answer(response: str) -> None:
+def test_arithmetic_accepts_only_the_exact_answer(response: str) -> None:
     assert load_reward("arithmetic").function(prompt(answer="46"), response) == 0.0
 
 
@@ -70,7 +70,7 @@ def test_arithmetic_takes_nothing_but_the_exact_answer(response: str) -> None:
     "fields",
     [{}, {"answer": None}, {"answer": ""}, {"answer": " "}, {"answer": True}, {"answer": [46]}],
 )
-def test_arithmetic_names_the_prompt_without_an_answer(fields: dict[str, Any]) -> None:
+def test_arithmetic_names_a_prompt_without_an_answer(fields: dict[str, Any]) -> None:
     with pytest.raises(RewardError, match=r"prompt p7: `answer`"):
         load_reward("arithmetic").function(prompt(**fields), "46")
 
@@ -78,7 +78,7 @@ def test_arithmetic_names_the_prompt_without_an_answer(fields: dict[str, Any]) -
 @pytest.mark.parametrize(
     "response", ["3*5+7", "7+5*3", " ( 3 * 5 ) + 7 ", "((7)+(3*5))", "7+3*5\n"]
 )
-def test_countdown_takes_any_expression_of_all_numbers_that_hits_the_target(response: str) -> None:
+def test_countdown_accepts_every_expression_equal_to_the_target(response: str) -> None:
     assert load_reward("countdown").function(prompt(numbers=[3, 5, 7], target=22), response) == 1.0
 
 
@@ -116,13 +116,13 @@ def test_countdown_takes_any_expression_of_all_numbers_that_hits_the_target(resp
         "9" * 100_000,
     ],
 )
-def test_countdown_takes_nothing_else(response: str) -> None:
+def test_countdown_accepts_nothing_else(response: str) -> None:
     assert load_reward("countdown").function(prompt(numbers=[3, 5, 7], target=22), response) == 0.0
 
 
-def test_simple_rewards_accept_no_copy_of_the_question_and_no_list_of_numbers() -> None:
-    """docs/rewards.md, "What each built-in reward accepts"; `math` and `code` have files of their
-    own."""
+def test_simple_rewards_accept_no_copied_question_and_no_list() -> None:
+    """See "What each built-in reward accepts" in docs/rewards.md. `math` and `code` have test files
+    of their own."""
     tasks = {
         "arithmetic": prompt(answer="46"),
         "countdown": prompt(numbers=[3, 5, 7], target=22),
@@ -166,7 +166,7 @@ NUMERALS = [
 ]
 
 
-def test_simple_rewards_accept_no_other_way_to_write_a_number() -> None:
+def test_simple_rewards_accept_no_other_notation_of_a_number() -> None:
     numbers = {"numbers": [46], "target": 46}
     for name, fields in {"arithmetic": {"answer": "46"}, "countdown": numbers}.items():
         reward = load_reward(name).function
@@ -182,10 +182,10 @@ COUNTDOWNS: list[tuple[Any, Any, str]] = [
     ([1] * 128, 128, ""),
     ([0, 0, 0], 0, ""),
     ([999_999_999, 1], 10**9, ""),
-    ([-3, 5], 2, "`numbers` holds -3"),
-    ([10**9, 1], 10**9, "`numbers` holds a number of more than 9 digits"),
-    ([1] * 129, 129, "`numbers` holds 129 numbers"),
-    ([10**8] * 30, 1, "`numbers` holds 30 numbers"),
+    ([-3, 5], 2, "`numbers` has -3"),
+    ([10**9, 1], 10**9, "`numbers` has a number of more than 9 digits"),
+    ([1] * 129, 129, "`numbers` has 129 numbers"),
+    ([10**8] * 30, 1, "`numbers` has 30 numbers"),
     ([5], 6, "`target` is 6, which no expression of [5] equals"),
     ([5], -5, "`target` is -5"),
     ([2, 3], 7, "`target` is 7"),
@@ -201,8 +201,8 @@ COUNTDOWNS: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_countdown_reads_json_and_refuses_rows_that_cannot_be_won() -> None:
-    def said(numbers: Any, target: Any) -> str:
+def test_countdown_reads_json_and_refuses_impossible_rows() -> None:
+    def refusal(numbers: Any, target: Any) -> str:
         try:
             validate_row("countdown", {}, {"numbers": numbers, "target": target})
         except RewardError as error:
@@ -210,17 +210,17 @@ def test_countdown_reads_json_and_refuses_rows_that_cannot_be_won() -> None:
         return ""
 
     for numbers, target, message in COUNTDOWNS:
-        found = said(numbers, target)
-        assert bool(message) == bool(found), (numbers, target, found)
-        assert message in found
+        error = refusal(numbers, target)
+        assert bool(message) == bool(error), (numbers, target, error)
+        assert message in error
     as_text = prompt(numbers="[3, 5, 7]", target="22")
     assert load_reward("countdown").function(as_text, "3*5+7") == 1.0
 
 
 @settings(deadline=None, max_examples=examples(50, 20))
 @given(st.data())
-def test_no_countdown_that_can_be_won_is_refused(data: st.DataObject) -> None:
-    """`data` draws an expression; its value is a target of its numbers."""
+def test_no_possible_row_of_countdown_is_refused(data: st.DataObject) -> None:
+    """The target is the value of an expression of the numbers, drawn from `data`."""
     numbers = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=6))
     values = [Fraction(number) for number in numbers]
     while len(values) > 1:
@@ -239,7 +239,7 @@ INVISIBLE = [
 ]
 
 
-def test_invisible_text_is_an_empty_value_of_every_column_that_a_reward_reads() -> None:
+def test_invisible_text_is_an_empty_value_for_every_reward() -> None:
     judge = {"template": "{prompt} {rubric} {response}"}
     for text in INVISIBLE:
         rows: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -263,8 +263,8 @@ def test_invisible_text_is_an_empty_value_of_every_column_that_a_reward_reads() 
         assert load_reward("arithmetic").function(prompt(answer=f"\ufeff{text}\u200b"), text) == 1.0
 
 
-def test_an_error_names_the_column_that_the_user_named(tmp_path: Path) -> None:
-    """Also for a fault whose reward gives no column."""
+def test_an_error_names_the_column_as_in_the_data(tmp_path: Path) -> None:
+    """The same holds for an error without a column."""
     rows = tmp_path / "rows.jsonl"
     key = "reward_model.ground_truth"
     data = DataConfig.model_validate({"train": rows, "prompt_key": "question", "answer_key": key})
@@ -285,7 +285,7 @@ def test_an_error_names_the_column_that_the_user_named(tmp_path: Path) -> None:
         read_training(data, Bytes(), required=no_column)
 
 
-def test_a_response_closes_no_tag_of_a_judges_template() -> None:
+def test_a_response_closes_no_tag_of_the_judge_template() -> None:
     closing = ["</answer>", "< / ANSWER >", "<\u200b/ans\u00adwer>", "\uff1c/answer>", "<task>"]
     for text in closing:
         assert _within(TEMPLATE, f"a{text}b").startswith("a&lt;"), text
@@ -293,7 +293,7 @@ def test_a_response_closes_no_tag_of_a_judges_template() -> None:
     assert [one for one in kept if _within(TEMPLATE, one) != one] == []
 
 
-def test_countdown_uses_each_number_as_often_as_it_is_given() -> None:
+def test_countdown_uses_each_number_as_often_as_it_occurs() -> None:
     reward = load_reward("countdown").function
     assert reward(prompt(numbers=[4, 4, 2], target=10), "4+4+2") == 1.0
     assert reward(prompt(numbers=[4, 4, 2], target=6), "4+2") == 0.0
@@ -334,7 +334,7 @@ def _pieces(text: str) -> list[str]:
     "fields",
     [{}, {"numbers": "3 5", "target": 8}, {"numbers": [3, "5"], "target": 8}, {"numbers": [3, 5]}],
 )
-def test_countdown_names_the_prompt_without_a_task(fields: dict[str, Any]) -> None:
+def test_countdown_names_a_prompt_without_a_task(fields: dict[str, Any]) -> None:
     with pytest.raises(RewardError, match=r"prompt p7: `(numbers|target)`"):
         load_reward("countdown").function(prompt(**fields), "3+5")
 
@@ -365,7 +365,7 @@ def test_a_built_in_reward_is_one_entry_and_one_name(
 def rewards_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> str:
-    """A module in the working directory; returns its name, new for every test."""
+    """Name of a module in the working directory. Each test has a module of its own."""
     name = f"rewards_of_{abs(hash(request.node.name))}"
     (tmp_path / f"{name}.py").write_text(
         "import functools\n"
@@ -403,8 +403,8 @@ def test_a_function_in_the_working_directory_is_a_reward(
             "use one of arithmetic, countdown, math, code, http, judge, environment, or"
             " module:function",
         ),
-        (":score", "is not module:function"),
-        ("FILE:", "is not module:function"),
+        (":score", "is not of the form module:function"),
+        ("FILE:", "is not of the form module:function"),
         ("nowhere_at_all:score", "no module 'nowhere_at_all' in "),
         ("nowhere_at_all.deeper:score", "no module 'nowhere_at_all' in "),
         (
@@ -419,7 +419,7 @@ def test_a_function_in_the_working_directory_is_a_reward(
         ("FILE:keyword", r"takes \(prompt, \*, response\)"),
     ],
 )
-def test_a_reward_that_cannot_work_is_refused_with_the_fix(
+def test_an_invalid_reward_is_refused_with_a_fix(
     rewards_file: str, name: str, message: str
 ) -> None:
     with pytest.raises(RewardError, match=message.replace("FILE", rewards_file)):
@@ -436,12 +436,12 @@ def test_a_module_that_exits_when_imported_does_not_end_the_command(
         load_reward("exits_at_once:score")
 
 
-def test_a_relative_module_is_not_module_function() -> None:
-    with pytest.raises(RewardError, match=r"'\.here:score' is not module:function"):
+def test_a_relative_module_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"'\.here:score' is not of the form module:function"):
         load_reward(".here:score")
 
 
-def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
+def test_the_signature_selects_how_a_reward_is_called(
     rewards_file: str,
 ) -> None:
     assert load_reward(f"{rewards_file}:later").asynchronous
@@ -459,8 +459,8 @@ def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
         ("FILE:score", {"tag": 1}, ".settings", "has no setting 'tag'; it takes none"),
         ("arithmetic", {"tag": 1}, ".settings", "arithmetic has no setting 'tag'"),
         ("http", {}, ".settings", "'url' is missing"),
-        ("http", {"url": "localhost:1"}, ".settings.url", "is not the address of a server"),
-        ("http", {"url": "http://h:99999"}, ".settings.url", "is not the address of a server"),
+        ("http", {"url": "localhost:1"}, ".settings.url", "is not the URL of a server"),
+        ("http", {"url": "http://h:99999"}, ".settings.url", "is not the URL of a server"),
         ("http", {"url": "http://h", "api_key_env": "NOT_SET"}, ".settings.api_key_env", "not set"),
         ("judge", {}, ".settings", "url and model, and 'url' is missing; write"),
         ("judge", {"url": "http://h"}, ".settings", "'model' is missing"),
@@ -477,7 +477,7 @@ def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
         ("code", {"isolation": "limits"}, ".settings.isolation", "isolation: rlimits"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_their_key(
+def test_invalid_settings_are_refused_with_their_key(
     rewards_file: str, name: str, settings: dict[str, Any], key: str, message: str
 ) -> None:
     with pytest.raises(RewardError) as caught:
@@ -506,14 +506,14 @@ def test_a_judge_reads_the_fields_that_its_template_names() -> None:
         ),
     ],
 )
-def test_parts_with_too_many_or_too_few_settings_are_refused(
+def test_parts_with_missing_or_extra_settings_are_refused(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         RewardConfig(**settings)
 
 
-def test_the_examples_of_the_page_are_rewards_that_work(
+def test_the_examples_in_the_documentation_are_valid_rewards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()

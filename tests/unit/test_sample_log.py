@@ -182,7 +182,7 @@ def test_a_sample_that_a_resumed_run_wrote_again_is_read_once_with_its_newest_re
     page = samples_section(tmp_path)
     assert (page.count("sample 0-0"), page.count("reward 0.25")) == (1, 0)
     shown = SampleBrowser(tmp_path).answer({"order": "best"})
-    assert shown["words"] == "2 of 2 samples"
+    assert shown["message"] == "2 of 2 samples"
     assert "reward 0.75" in shown["html"]
 
 
@@ -482,7 +482,7 @@ def test_a_log_that_ends_before_its_mark_is_noticed_without_a_checkpoint(tmp_pat
     assert lost_end(tmp_path) == said
     assert choose(tmp_path, SampleQuery()).lost == said, "and the rest is shown"
     assert said in samples_section(tmp_path)
-    assert said in SampleBrowser(tmp_path).answer({})["words"]
+    assert said in SampleBrowser(tmp_path).answer({})["message"]
     for path in (tmp_path / FOLDER).iterdir():
         path.unlink()
     with pytest.raises(UserError, match=r"is missing or empty, and the log had segments up to"):

@@ -1,5 +1,5 @@
-"""`mar samples` and the samples in the report: what is shown, and that no response can do more than
-be shown."""
+"""Tests of `mar samples` and of the samples in the report, with hostile responses and damaged
+files."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def ids(*arguments: object) -> list[str]:
     return [json.loads(line)["id"] for line in result.stdout.splitlines()]
 
 
-def test_the_newest_few_are_shown_by_default(tmp_path: Path) -> None:
+def test_the_newest_samples_are_shown_by_default(tmp_path: Path) -> None:
     result = mar(logged_run(tmp_path))
     assert result.exit_code == 0
-    assert "not trained on so far · reward 5.3 · sample 5-3 · prompt sum-5" in result.stdout
+    assert "not trained on yet · reward 5.3 · sample 5-3 · prompt sum-5" in result.stdout
     assert "response: answer 8" in result.stdout
     assert ids(tmp_path) == ["5-3", "5-2", "5-1", "5-0", "4-3"]
 
 
-def test_a_step_shows_what_it_trained_on(tmp_path: Path) -> None:
+def test_the_samples_of_a_step_are_those_that_it_trained_on(tmp_path: Path) -> None:
     result = mar(logged_run(tmp_path), "--step", 4)
     assert result.stdout.count("trained at step 4 ·") == GROUP
     assert "2 tokens, stop · versions 2 to 3 · lag 1 · engine 0" in result.stdout
     assert ids(tmp_path, "--step", 4) == ["3-0", "3-1", "3-2", "3-3"]
 
 
-def test_best_worst_and_random_choose_among_a_step_or_all(tmp_path: Path) -> None:
+def test_best_worst_and_random_select_from_a_step_or_the_whole_log(tmp_path: Path) -> None:
     logged_run(tmp_path)
     assert ids(tmp_path, "--best", 2) == ["5-3", "5-2"]
     assert ids(tmp_path, "--worst", 3) == ["0-0", "0-1", "0-2"]
@@ -64,7 +64,7 @@ def test_best_worst_and_random_choose_among_a_step_or_all(tmp_path: Path) -> Non
     assert drawn == ids(tmp_path, "--random", 6, "--seed", 3)
     assert drawn != ids(tmp_path, "--random", 6, "--seed", 4)
     assert len(set(drawn)) == 6
-    assert len(ids(tmp_path, "--random", 1000)) == GROUP * (STEPS + 1), "what there is"
+    assert len(ids(tmp_path, "--random", 1000)) == GROUP * (STEPS + 1), "not all samples"
 
 
 def test_a_failed_reward_is_neither_best_nor_worst_and_is_shown(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_failed_reward_is_neither_best_nor_worst_and_is_shown(tmp_path: Path) 
     assert (line["reward"], line["reward_error"]) == (None, "no\x1b number")
 
 
-def test_evaluations_are_shown_apart(tmp_path: Path) -> None:
+def test_samples_of_evaluations_are_shown_separately(tmp_path: Path) -> None:
     assert ids(logged_run(tmp_path), "--eval") == ["-1-1", "-1-0"]
     assert ids(tmp_path, "--eval", "--step", 0) == ["-1-0", "-1-1"]
     assert "evaluation of version 0" in mar(tmp_path, "--eval").stdout
@@ -99,11 +99,11 @@ def test_json_has_the_whole_sample(tmp_path: Path) -> None:
     assert (line["state"], line["steps"], line["lag"]) == ("trained", [4], 1)
     assert (line["prompt_ids"], line["response_ids"]) == ([5, 6], [7, 8])
     assert line["behavior_logprobs"] == [-0.5, -0.25]
-    assert "3,000 more characters; --json has all" in mar(tmp_path, "--step", 4).stdout
+    assert "3,000 more characters (use --json" in mar(tmp_path, "--step", 4).stdout
 
 
 @pytest.mark.parametrize("width", [30, 200])
-def test_a_narrow_terminal_breaks_lines_and_loses_nothing(tmp_path: Path, width: int) -> None:
+def test_a_narrow_terminal_wraps_lines_and_loses_no_text(tmp_path: Path, width: int) -> None:
     logged_run(tmp_path, lambda one: replace(one, text="0123456789" * 20))
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     print_samples(choose(tmp_path, SampleQuery(step=4, best=1)), console, as_json=False)
@@ -112,14 +112,14 @@ def test_a_narrow_terminal_breaks_lines_and_loses_nothing(tmp_path: Path, width:
     assert "0123456789" * 20 in shown.replace("\n", "")
 
 
-# What is not there
+# Missing runs, steps and samples
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--step", "99"], "no sample of step 99\n  fix: its log holds step 1 to 5"),
-        (["--step", "1", "--eval"], "no sample of version 1\n  fix: its log holds version 0"),
+        (["--step", "99"], "no sample of step 99\n  fix: name a step in the log: 1 to 5"),
+        (["--step", "1", "--eval"], "no sample of version 1\n  fix: name a version in the log: 0"),
         (["--best", "1", "--worst", "1"], "--worst and --best\n  exclude each other"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_missing_file_or_step_is_reported_with_its_fix(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, "holds no run"),
+        (None, "is not a run"),
         ({"run": {}, "rollout": None}, "is a supervised run"),
         ({"rollout": {}, "samples": {"keep_mib": 0}}, "samples.keep_mib: 0"),
         ({"rollout": {}}, "has no samples yet"),
@@ -157,8 +157,8 @@ def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     assert "none is not a directory" in result.output
 
 
-def test_samples_that_made_room_are_counted(tmp_path: Path) -> None:
-    """The outcomes of a step stand in a later segment than some of its samples."""
+def test_samples_that_were_removed_from_the_log_are_counted(tmp_path: Path) -> None:
+    """The outcomes of a step are in a later segment than some of its samples."""
     log = SampleLogWriter(tmp_path, SamplesConfig())
     log.begin(0)
     old, new = sample(0, 0), sample(0, 1)
@@ -173,9 +173,9 @@ def test_samples_that_made_room_are_counted(tmp_path: Path) -> None:
         path_of(tmp_path / FOLDER, table, 0).unlink()  # type: ignore[arg-type]
     shown = mar(tmp_path, "--step", 1).stdout
     assert "sample 0-1" in shown
-    assert "1 more of them are no longer kept" in shown
+    assert "1 more are no longer in the log" in shown
     path_of(tmp_path / FOLDER, "samples", 1).unlink()
-    assert "keeps the samples of step 1 no longer" in mar(tmp_path, "--step", 1).output
+    assert "no longer has the samples of step 1" in mar(tmp_path, "--step", 1).output
 
 
 # Untrusted text
@@ -183,7 +183,7 @@ def test_samples_that_made_room_are_counted(tmp_path: Path) -> None:
 HOSTILE = "\x1b[2J\x9b31m</pre><script>alert(1)</script>@TABLES@ @WHERE@ [red]\u202e\r&amp;"
 
 
-def test_a_response_cannot_drive_the_terminal(tmp_path: Path) -> None:
+def test_a_response_cannot_control_the_terminal(tmp_path: Path) -> None:
     logged_run(tmp_path, lambda one: replace(one, text=HOSTILE))
     shown = mar(tmp_path).stdout
     assert not {"\x1b", "\x9b", "\u202e", "\r"} & set(shown)
@@ -206,11 +206,11 @@ def test_the_report_shows_best_worst_and_random_of_the_last_steps(tmp_path: Path
     assert [f"sample {one}" in best for one in ("4-3", "4-2", "4-1")] == [True] * 3
     assert [f"sample {one}" in worst for one in ("2-0", "2-1", "2-2")] == [True] * 3
     assert drawn.count('class="sample"') == 3
-    assert "5-0" not in section, "what waits has trained nothing"
+    assert "5-0" not in section, "a waiting sample was not trained on"
     assert section == samples_section(tmp_path)
 
 
-def test_long_text_is_folded_and_very_long_text_cut(tmp_path: Path) -> None:
+def test_long_text_is_folded_and_very_long_text_truncated(tmp_path: Path) -> None:
     logged_run(tmp_path, lambda one: replace(one, text="<" * 15_000))
     section = samples_section(tmp_path)
     assert "<details><summary>15,000 characters</summary>" in section
@@ -218,7 +218,7 @@ def test_long_text_is_folded_and_very_long_text_cut(tmp_path: Path) -> None:
     assert section.count("&lt;") == section.count('class="sample"') * 5_400
 
 
-def test_a_run_without_samples_has_no_such_section(tmp_path: Path) -> None:
+def test_a_run_without_samples_has_no_section_of_samples(tmp_path: Path) -> None:
     assert samples_section(tmp_path) == ""
 
 
@@ -226,7 +226,7 @@ def test_a_run_without_samples_has_no_such_section(tmp_path: Path) -> None:
 
 
 def damaged(run_dir: Path) -> Path:
-    """A run with all that a report reads, to be damaged."""
+    """Return a run with every file that a report reads, for tests that damage one of them."""
     logged_run(sampled_run(run_dir, STEPS))
     config = {"rollout": {"engines": 1}, "flow": {"async_ratio": 1}, "controls": ["gac"]}
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
@@ -236,7 +236,7 @@ def damaged(run_dir: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sheet is slow to draw and shows no sample; test_report.py has its facts."""
+    """Skip the picture, which is slow to draw and shows no samples; test_report.py tests it."""
     monkeypatch.setattr(report_module, "draw_sheet", lambda *_: None)
 
 
@@ -269,15 +269,17 @@ def is_one_problem(result: Result, where: Path, what: str) -> bool:
         (b"controls: [{name: gac, c_low: low}]", "controls.0.c_low: "),
     ],
 )
-def test_a_config_that_was_damaged_is_named(tmp_path: Path, text: bytes, what: str) -> None:
+def test_the_error_for_a_damaged_config_names_the_file(
+    tmp_path: Path, text: bytes, what: str
+) -> None:
     config = sampled_run(tmp_path, 2) / "config.yaml"
     config.write_bytes(text)
     for result in (report(tmp_path), mar(tmp_path)):
-        assert is_one_problem(result, config, "is not a configuration: "), result.output
+        assert is_one_problem(result, config, "is not a valid config: "), result.output
         assert what in result.output
 
 
-def test_a_config_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:
+def test_a_config_of_another_version_is_shown_unchanged(tmp_path: Path) -> None:
     run_dir = damaged(tmp_path)
     with (run_dir / "config.yaml").open("a") as file:
         file.write("removed: {key: 1}\n")
@@ -291,10 +293,10 @@ def test_a_page_reports_missing_settings_and_samples(tmp_path: Path) -> None:
     assert report(run_dir).exit_code == 0
     page = (run_dir / "report.html").read_text()
     assert "The samples folder of the run is missing" in page
-    assert "holds no config.yaml" not in page
+    assert "has no config.yaml" not in page
     (run_dir / "config.yaml").unlink()
     assert report(run_dir).exit_code == 0
-    assert "holds no config.yaml" in (run_dir / "report.html").read_text()
+    assert "has no config.yaml" in (run_dir / "report.html").read_text()
 
 
 @looped(
@@ -311,7 +313,7 @@ def test_a_page_reports_missing_settings_and_samples(tmp_path: Path) -> None:
         ("eval.jsonl", '{"version": 2, "pass_at": [1]}', "pass_at: "),
     ],
 )
-def test_a_line_that_is_none_is_named_with_its_number(
+def test_the_error_for_an_invalid_line_names_its_number(
     tmp_path: Path, file: str, line: str, what: str
 ) -> None:
     path = damaged(tmp_path) / file
@@ -321,10 +323,8 @@ def test_a_line_that_is_none_is_named_with_its_number(
     assert is_one_problem(result, Path(f"{path}:{len(lines) + 1}"), what), result.output
 
 
-def test_metrics_that_were_of_another_kind_when_they_were_logged_are_left_out_and_named(
-    tmp_path: Path,
-) -> None:
-    """A number that is a list now, and the other way round, in every line of the run."""
+def test_metrics_logged_with_another_kind_are_omitted_and_named(tmp_path: Path) -> None:
+    """Every line has a number that is a list in this version, and a list that is a number."""
     path = damaged(tmp_path) / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     other = {"reward/mean": [0.5, 1.0], "lag/histogram": 3.0, "engine/versions": 4}
@@ -337,22 +337,22 @@ def test_metrics_that_were_of_another_kind_when_they_were_logged_are_left_out_an
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "eval.jsonl"])
-def test_a_last_line_that_a_crash_cut_off_is_passed_over(tmp_path: Path, file: str) -> None:
+def test_a_last_line_that_a_crash_truncated_is_ignored(tmp_path: Path, file: str) -> None:
     with (damaged(tmp_path) / file).open("a") as lines:
         lines.write('{"step": 9, "ver')
     assert report(tmp_path).exit_code == 0
 
 
 @pytest.mark.parametrize("content", ["hello", "[]", '{"phase": "training"}', "\xff"])
-def test_a_status_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+def test_the_error_for_an_invalid_status_names_the_file(tmp_path: Path, content: str) -> None:
     (damaged(tmp_path) / "status.json").write_text(content, encoding="latin-1")
     result = report(tmp_path)
     assert (result.exit_code, len(result.output.splitlines())) == (2, 3), result.output
     assert "status.json is not a run's status" in result.output
 
 
-def test_of_an_open_segment_that_was_cut_off_what_is_whole_is_shown(tmp_path: Path) -> None:
-    """A run that was killed leaves such a file; a closed file that was cut is damaged."""
+def test_complete_samples_of_a_truncated_open_segment_are_shown(tmp_path: Path) -> None:
+    """A killed run leaves a truncated open segment; a truncated closed segment is damaged."""
     folder = damaged(tmp_path) / FOLDER
     path, outcomes = (path_of(folder, table, 0) for table in ("samples", "outcomes"))  # type: ignore[arg-type]
     whole = path.read_bytes()
@@ -372,11 +372,11 @@ def test_of_an_open_segment_that_was_cut_off_what_is_whole_is_shown(tmp_path: Pa
     assert "lost in a crash" in mar(tmp_path, "--best", 1).output
     assert report(tmp_path).exit_code == 0
     page = (tmp_path / "report.html").read_text()
-    assert "The samples folder of the run is missing, or holds none" in page
+    assert "The samples folder of the run is missing, or contains no sample" in page
 
 
 @pytest.mark.parametrize("table", ["samples", "outcomes"])
-def test_a_segment_that_is_none_is_named(
+def test_the_error_for_an_invalid_segment_names_the_file(
     tmp_path: Path, table: Literal["samples", "outcomes"]
 ) -> None:
     folder = damaged(tmp_path) / FOLDER
@@ -386,16 +386,16 @@ def test_a_segment_that_is_none_is_named(
         what = "is damaged: it ends" if content[:1] == b"h" else "has other columns"
         for result in (mar(tmp_path), mar(tmp_path, "--step", 3)):
             assert is_one_problem(result, path, what), result.output
-        assert report(tmp_path).exit_code == 0, "a run's report has more than its samples"
+        assert report(tmp_path).exit_code == 0, "the report does not need the samples"
         page = (tmp_path / "report.html").read_text()
-        assert f"They cannot be shown. {path} {what}" in page
+        assert f"The samples cannot be shown. {path} {what}" in page
 
 
 OTHER: dict[str, Literal["samples", "outcomes"]] = {"samples": "outcomes", "outcomes": "samples"}
 
 
 def test_fields_that_are_not_finite_are_null_in_json(tmp_path: Path) -> None:
-    """Python reads NaN in a prompt's line, and other tools do not."""
+    """A prompt may contain NaN, which Python reads from JSON and other tools refuse."""
     fields = {"answer": float("nan"), "more": [float("inf"), {"x": 1.5}]}
     logged_run(tmp_path, lambda one: replace(one, prompt=replace(one.prompt, fields=fields)))
     written = io.StringIO()
@@ -403,12 +403,12 @@ def test_fields_that_are_not_finite_are_null_in_json(tmp_path: Path) -> None:
     assert json.loads(written.getvalue())["fields"] == {"answer": None, "more": [None, {"x": 1.5}]}
 
 
-def test_a_run_whose_report_cannot_be_written_has_finished_all_the_same(tmp_path: Path) -> None:
+def test_a_run_whose_report_cannot_be_written_is_finished(tmp_path: Path) -> None:
     (damaged(tmp_path) / "metrics.jsonl").write_text("hello\n")
     console = Console(file=io.StringIO(), width=200)
     launcher._report(tmp_path, console)
     assert isinstance(console.file, io.StringIO)
-    said = console.file.getvalue()
-    assert "The report was not written." in said
-    assert "is not a line of metrics" in said
+    output = console.file.getvalue()
+    assert "The report was not written." in output
+    assert "is not a line of metrics" in output
     assert not (tmp_path / "report.html").exists()

@@ -878,7 +878,7 @@ def test_code_names_the_prompt_without_tests(tests: Any) -> None:
     [
         ("class TestF:\n  def test_it(self): assert f(2) == 4", "has a class of tests"),
         ("import unittest\nclass T(unittest.TestCase):\n  def test_it(self): assert 0", "a class"),
-        ("def check(candidate):\n  assert candidate(2) == 4", "there is no `entry_point`"),
+        ("def check(candidate):\n  assert candidate(2) == 4", "the row has no `entry_point`"),
     ],
 )
 def test_tests_that_nothing_would_call_are_refused(test: str, said: str) -> None:

@@ -214,7 +214,7 @@ def test_a_regex_that_backtracks_for_ever_costs_its_response_alone(
             await asyncio.sleep(0)
         during = turns
         (pool,) = scorer.pools
-        pool.called = replace(pool.called, timeout_s=300.0)
+        pool.limits = replace(pool.limits, timeout_s=300.0)
         return await stuck, during, await scorer.score(prompt(), "four")
 
     stuck, during, after = scored_by(config(module, timeout_s=1, workers=1), work, new_loop)
@@ -652,7 +652,7 @@ def test_math_names_an_answer_it_cannot_read() -> None:
         return await scorer.score(asked, "42")
 
     error = scored_by(RewardConfig(name="math", workers=1, timeout_s=600), work).error
-    assert r"prompt p7: `answer` '\\text{}' is not readable by math-verify" in str(error)
+    assert r"prompt p7: `answer` '\\text{}' cannot be parsed by math-verify" in str(error)
 
 
 def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> None:
@@ -709,7 +709,7 @@ def test_one_call_of_an_async_reward_costs_no_other(
         (pool,) = scorer.pools
         asked = [scorer.score(prompt(), one) for one in (response, "a", "b")]
         scored = await asyncio.gather(*asked)
-        pool.called = replace(pool.called, timeout_s=300.0)
+        pool.limits = replace(pool.limits, timeout_s=300.0)
         return [*scored, await scorer.score(prompt(), "c")]
 
     settings = RewardConfig(name=f"{module}:meet", workers=1, timeout_s=1)

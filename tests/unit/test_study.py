@@ -1,4 +1,4 @@
-"""Grids and their runs, with a stand-in for `mar train` that writes what a run leaves behind."""
+"""Tests of grids and studies, with a stand-in for `mar train` that writes the files of a run."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ if seed == 4:
     write_status(run_dir, Status(phase="finished", step=4, steps=4, time=0.0))
     sys.exit(3)
 if seed == 3:
-    asked = []
-    signal.signal(signal.SIGINT, lambda *_: asked.append((run_dir / "asked").touch()))
+    received = []
+    signal.signal(signal.SIGINT, lambda *_: received.append((run_dir / "interrupted").touch()))
     (run_dir.parent / "waits").touch()
     signal.alarm(600)
-    while len(asked) < 2:
+    while len(received) < 2:
         time.sleep(0.01)
-    (run_dir / "asked_twice").touch()
+    (run_dir / "interrupted_twice").touch()
     sys.exit(130)
 if seed == 10:
     (run_dir.parent / "imports").touch()
@@ -73,10 +73,10 @@ if seed == 11:
 log.log(1, {"reward/mean": 0.5})
 if seed == 9 and not (run_dir / "stopped_before").exists():
     (run_dir / "stopped_before").touch()
-    asked = []
-    signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+    received = []
+    signal.signal(signal.SIGINT, lambda *_: received.append(1))
     (run_dir.parent / "waits").touch()
-    while not asked:
+    while not received:
         time.sleep(0.01)
     write_status(run_dir, Status(phase="stopped", step=1, steps=config.run.steps, time=0.0))
     sys.exit(130)
@@ -124,6 +124,7 @@ def run_study(grid: Path, *only: str, retry: bool = False, jobs: int = 2) -> tup
 
 
 def started(grid: Path) -> list[str]:
+    """Return the names of the runs started since the last call, in order."""
     order = grid.parent / "study" / "order"
     names = order.read_text().split() if order.exists() else []
     order.unlink(missing_ok=True)
@@ -131,17 +132,17 @@ def started(grid: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_a_run_of_given_responses_is_shown_with_its_losses(tmp_path: Path) -> None:
+def test_a_supervised_run_is_shown_with_its_losses(tmp_path: Path) -> None:
     code, screen = run_study(write_grid(tmp_path, (1, 11)), "s0-*")
     assert code == 0
     lines = {line.split()[0]: line for line in screen.splitlines() if " s0-" in line}
     assert "s0-seed11: finished at step 4 in" in screen
     assert "loss 0.750" in screen
     assert "loss 2.500 → 0.250" in lines["s0-seed11"]
-    assert "?" not in lines["s0-seed1"], "nothing was held out"
+    assert "?" not in lines["s0-seed1"], "a run without held-out prompts shows no result"
 
 
-def test_a_sweep_is_the_product_of_its_axes_and_each_run_stands_once(tmp_path: Path) -> None:
+def test_a_sweep_is_the_product_of_its_axes_without_repeated_runs(tmp_path: Path) -> None:
     runs = runs_of(read_grid(write_grid(tmp_path)))
     assert [run.name for run in runs] == ["s0-seed1", "s0-seed2", "s4-seed1", "s4-seed2"]
     assert [run.sweeps for run in runs] == [("fresh", "all")] * 2 + [("all",)] * 2
@@ -149,7 +150,7 @@ def test_a_sweep_is_the_product_of_its_axes_and_each_run_stands_once(tmp_path: P
     assert runs[2].directory == tmp_path / "study" / "s4-seed1"
 
 
-def test_only_takes_sweeps_and_runs_by_name(tmp_path: Path) -> None:
+def test_only_selects_sweeps_and_runs_by_name(tmp_path: Path) -> None:
     grid = read_grid(write_grid(tmp_path))
 
     def names(*only: str) -> list[str]:
@@ -163,7 +164,7 @@ def test_only_takes_sweeps_and_runs_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"sweep": {}}, "did you mean `sweeps`"),
         ({"sweeps": {"all": {"lga": ["s0"]}}}, "did you mean 'lag'"),
@@ -172,20 +173,22 @@ def test_only_takes_sweeps_and_runs_by_name(tmp_path: Path) -> None:
         ({"base": None}, "base"),
     ],
 )
-def test_a_slip_in_a_grid_is_named(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+def test_a_mistake_in_a_grid_is_named(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(UserError) as refused:
         read_grid(write_grid(tmp_path, **changes))
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_two_runs_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_runs_with_the_same_name_are_refused(tmp_path: Path) -> None:
     axes = {"first": {"a": {}, "a-b": {}}, "second": {"b-c": {}, "c": {}}}
     grid = read_grid(write_grid(tmp_path, axes=axes, sweeps={"all": {}}))
     with pytest.raises(UserError, match="a-b-c"):
         runs_of(grid)
 
 
-def test_a_slip_in_an_override_is_refused_before_anything_starts(
+def test_a_mistake_in_an_override_is_refused_before_any_run_starts(
     tmp_path: Path, stand_in: Path
 ) -> None:
     axes = {"lr": {"low": {"policy.optimizer.lr": 1e-4}, "high": {"policy.optimzer.lr": 1.0}}}
@@ -195,7 +198,7 @@ def test_a_slip_in_an_override_is_refused_before_anything_starts(
     assert started(grid) == []
 
 
-def test_paths_in_a_grid_start_at_its_folder(
+def test_paths_in_a_grid_are_relative_to_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     axes = {"task": {"other": {"data.train": "sub/train.jsonl", "data": {"eval": "e.jsonl"}}}}
@@ -207,7 +210,7 @@ def test_paths_in_a_grid_start_at_its_folder(
     assert f'data={{"eval": {json.dumps(str(tmp_path / "e.jsonl"))}}}' in run.overrides
 
 
-def test_finished_runs_are_skipped_and_new_ones_run(tmp_path: Path, stand_in: Path) -> None:
+def test_finished_runs_are_skipped_and_new_runs_start(tmp_path: Path, stand_in: Path) -> None:
     grid = write_grid(tmp_path)
     assert run_study(grid, "fresh", jobs=1)[0] == 0
     assert started(grid) == ["s0-seed1", "s0-seed2"]
@@ -220,7 +223,7 @@ def test_finished_runs_are_skipped_and_new_ones_run(tmp_path: Path, stand_in: Pa
     assert (about["exit_code"], about["jobs"]) == (0, 2)
 
 
-def test_failures_are_counted_and_kept_and_stop_no_other_run(
+def test_a_failure_is_counted_and_kept_and_stops_no_other_run(
     tmp_path: Path, stand_in: Path
 ) -> None:
     grid = write_grid(tmp_path, seeds=(7, 8, 1))
@@ -231,7 +234,7 @@ def test_failures_are_counted_and_kept_and_stop_no_other_run(
     assert "2 failed" in screen
     assert "ValueError: [it] broke" in screen.split("why", 1)[1]
     assert "no engine fits here" in screen
-    # A run that failed while it trained is a result; a run that never began is tried again.
+    # A run that failed while training is a result; a run without a step starts again.
     assert run_study(grid, "fresh")[0] == 1
     assert started(grid) == ["s0-seed8"]
     assert run_study(grid, "fresh", retry=True)[0] == 1
@@ -261,7 +264,7 @@ def test_ctrl_c_stops_each_run_after_its_step_and_the_same_command_continues(
         f" sys.exit(s.study(Path({str(grid)!r}), ['fresh'], Console(), jobs=2))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    for sign in ("waits", "imports"):  # one trains, the other is not that far
+    for sign in ("waits", "imports"):  # one run trains, the other one is still importing
         while not (tmp_path / "study" / sign).exists():
             assert process.poll() is None
             time.sleep(0.02)
@@ -277,45 +280,43 @@ def test_ctrl_c_stops_each_run_after_its_step_and_the_same_command_continues(
     assert started(grid) == ["s0-seed9", "s0-seed1"]
 
 
-def test_a_study_that_breaks_off_ends_its_runs(
+def test_a_study_that_fails_ends_its_runs(
     tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = write_grid(tmp_path, seeds=(9,))
     started_runs = []
 
-    def look(one: study_module._StartedRun) -> None:
+    def poll(one: study_module._StartedRun) -> None:
         if (tmp_path / "study" / "waits").exists():
             started_runs.append(one.process)
             raise BrokenPipeError
 
-    monkeypatch.setattr(study_module._StartedRun, "look", look)
+    monkeypatch.setattr(study_module._StartedRun, "poll", poll)
     with pytest.raises(BrokenPipeError):
         run_study(grid, "fresh")
     [process] = started_runs
     try:
-        assert process.poll() == 130  # after its step, not by force
+        assert process.poll() == 130, "the run was killed instead of stopped after its step"
     finally:
         process.kill()
 
 
-def test_a_line_that_cannot_be_read_ends_no_study(tmp_path: Path, stand_in: Path) -> None:
+def test_an_unreadable_line_does_not_end_a_study(tmp_path: Path, stand_in: Path) -> None:
     grid = write_grid(tmp_path, seeds=(6, 1))
     code, screen = run_study(grid, "fresh")
     assert sorted(started(grid)) == ["s0-seed1", "s0-seed6"]
     assert (code, "2 finished" in screen) == (0, True)
 
 
-def test_a_status_that_cannot_be_read_is_the_failure_of_its_run(
-    tmp_path: Path, stand_in: Path
-) -> None:
-    words = 'import sys\nfrom pathlib import Path\nstatus = Path("{}")\nstatus.write_text("{{")\n'
-    stand_in.write_text(words.format(tmp_path / "study" / "s0-seed1" / "status.json"))
+def test_a_run_with_an_unreadable_status_has_failed(tmp_path: Path, stand_in: Path) -> None:
+    program = 'import sys\nfrom pathlib import Path\nstatus = Path("{}")\nstatus.write_text("{{")\n'
+    stand_in.write_text(program.format(tmp_path / "study" / "s0-seed1" / "status.json"))
     code, screen = run_study(write_grid(tmp_path, seeds=(1,)), "fresh")
     assert (code, "1 failed" in screen) == (1, True)
     assert "is not a run's status" in screen
 
 
-def test_one_study_at_a_time_works_on_the_runs(tmp_path: Path, stand_in: Path) -> None:
+def test_only_one_study_at_a_time_uses_a_runs_folder(tmp_path: Path, stand_in: Path) -> None:
     grid = write_grid(tmp_path)
     with (
         lock_run_dir(tmp_path / "study", command="mar study", key="runs"),
@@ -326,7 +327,7 @@ def test_one_study_at_a_time_works_on_the_runs(tmp_path: Path, stand_in: Path) -
     assert run_study(grid)[0] == 0
 
 
-def test_runs_that_outlive_a_killed_study_hold_its_runs(tmp_path: Path, stand_in: Path) -> None:
+def test_runs_of_a_killed_study_keep_its_folder_locked(tmp_path: Path, stand_in: Path) -> None:
     grid = write_grid(tmp_path, seeds=(9,))
     run = runs_of(read_grid(grid), ["fresh"])[0]
     with lock_run_dir(tmp_path / "study") as lock:
@@ -342,13 +343,15 @@ def test_runs_that_outlive_a_killed_study_hold_its_runs(tmp_path: Path, stand_in
         one.process.wait()
 
 
-def test_a_run_that_finished_is_finished_whatever_the_code(tmp_path: Path, stand_in: Path) -> None:
+def test_a_finished_run_is_finished_with_any_exit_code(tmp_path: Path, stand_in: Path) -> None:
     code, screen = run_study(write_grid(tmp_path, seeds=(4,)), "fresh")
     assert (code, "1 finished" in screen) == (0, True)
     assert "ended with code 3" in screen
 
 
-def test_a_failure_before_the_first_step_is_tried_again(tmp_path: Path, stand_in: Path) -> None:
+def test_a_run_that_failed_before_its_first_step_starts_again(
+    tmp_path: Path, stand_in: Path
+) -> None:
     grid = write_grid(tmp_path, seeds=(5,))
     for _ in range(2):
         code, screen = run_study(grid, "fresh")
@@ -356,11 +359,10 @@ def test_a_failure_before_the_first_step_is_tried_again(tmp_path: Path, stand_in
         assert started(grid) == ["s0-seed5"]
 
 
-def test_two_signals_at_once_are_passed_on_as_two(
+def test_two_signals_at_once_are_forwarded_as_two(
     tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From one look to the next the run has received the signal before, however busy the
-    machine."""
+    """Between two polls, the test waits until the run has received the previous signal."""
     interrupts: list[int] = []
     monkeypatch.setattr(study_module, "deferred_signals", lambda: nullcontext(interrupts))
     run_dir, send, sent = tmp_path / "study" / "s0-seed3", subprocess.Popen.send_signal, []
@@ -371,7 +373,7 @@ def test_two_signals_at_once_are_passed_on_as_two(
 
     def sleep(seconds: float) -> None:
         time.sleep(seconds)
-        while sent and not (run_dir / "asked").exists():
+        while sent and not (run_dir / "interrupted").exists():
             time.sleep(0.02)
 
     monkeypatch.setattr(subprocess.Popen, "send_signal", noted)
@@ -387,10 +389,10 @@ def test_two_signals_at_once_are_passed_on_as_two(
     thread.start()
     assert run_study(write_grid(tmp_path, seeds=(3,)), "fresh")[0] == 130
     thread.join()
-    assert (run_dir / "asked_twice").exists()
+    assert (run_dir / "interrupted_twice").exists()
 
 
-def test_runs_side_by_side_on_the_same_gpus_are_refused(tmp_path: Path, stand_in: Path) -> None:
+def test_parallel_runs_on_the_same_gpus_are_refused(tmp_path: Path, stand_in: Path) -> None:
     axes = {"device": {"gpu": {"policy.device": "cuda"}}}
     grid = write_grid(tmp_path, axes=axes, sweeps={"all": {}})
     with pytest.raises(UserError) as refused:
@@ -401,7 +403,7 @@ def test_runs_side_by_side_on_the_same_gpus_are_refused(tmp_path: Path, stand_in
     assert "--jobs" not in str(refused.value)
 
 
-def test_values_reach_the_run_as_they_are_in_the_grid(tmp_path: Path) -> None:
+def test_values_of_a_grid_reach_the_run_unchanged(tmp_path: Path) -> None:
     value = {"a": [float("inf"), -float("inf")], "ü": "𝛼 \U0001f600", "tiny": 1e-7}
     axes = {"x": {"y": {"rollout.reward.options": value}}, "s": {"z": {"run.steps": float("nan")}}}
     [run] = runs_of(read_grid(write_grid(tmp_path, axes=axes, sweeps={"all": {}})))
@@ -410,7 +412,7 @@ def test_values_reach_the_run_as_they_are_in_the_grid(tmp_path: Path) -> None:
     assert parse_value(steps) != parse_value(steps)
 
 
-def test_texts_of_a_grid_reach_the_run_as_written(tmp_path: Path) -> None:
+def test_text_of_a_grid_reaches_the_run_as_written(tmp_path: Path) -> None:
     grid = write_grid(tmp_path)
     grid.write_text(
         f"base: {grid.parent}/base.yaml\nruns: 2024-01-01\naxes:\n"
@@ -428,7 +430,7 @@ def test_texts_of_a_grid_reach_the_run_as_written(tmp_path: Path) -> None:
     assert refused.value.problems[0].where == f"{grid}:4"
 
 
-def test_on_a_terminal_the_runs_at_work_stand_in_a_table(tmp_path: Path, stand_in: Path) -> None:
+def test_a_terminal_shows_a_table_of_the_active_runs(tmp_path: Path, stand_in: Path) -> None:
     grid = write_grid(tmp_path)
     with open(tmp_path / "screen", "w+") as screen:
         console = Console(file=screen, width=120, force_terminal=True)

@@ -1,4 +1,4 @@
-"""Timeline of a process, written as it runs and read back, whatever a crash left of it."""
+"""Tests of the timeline of a process: writing while it runs, and reading, also after a crash."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(module, "time", made)
-    return made
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
-def test_a_span_ends_when_the_next_begins_and_is_on_disk_then(tmp_path: Path, clock: Clock) -> None:
+def test_a_span_is_on_disk_when_the_next_one_begins(tmp_path: Path, clock: Clock) -> None:
     track = Timeline(tmp_path, "rank 0")
-    for at, state, what in (
+    for at, state, waiting_for in (
         (0, "waiting", "batch"),
         (2, "training", ""),
         (3, "training", ""),
         (7, "publishing", ""),
     ):
         clock.now = 1000.0 + at
-        track.enter(state, what)
+        track.enter(state, waiting_for)
     spans = read_timeline(tmp_path)["rank 0"]
     assert [(span.state, span.waiting_for, span.start, span.end) for span in spans] == [
         ("waiting", "batch", 1000.0, 1002.0),
@@ -51,7 +51,7 @@ def test_a_span_ends_when_the_next_begins_and_is_on_disk_then(tmp_path: Path, cl
     ]
 
 
-def test_a_restart_continues_after_a_line_that_a_crash_cut(tmp_path: Path, clock: Clock) -> None:
+def test_a_restart_continues_after_a_truncated_line(tmp_path: Path, clock: Clock) -> None:
     first = Timeline(tmp_path, "engine-0")
     first.enter("busy")
     clock.now += 1
@@ -65,7 +65,7 @@ def test_a_restart_continues_after_a_line_that_a_crash_cut(tmp_path: Path, clock
     assert [span.state for span in read_timeline(tmp_path)["engine-0"]] == ["busy", "loading"]
 
 
-def test_rank_0_comes_first_and_engines_by_number(tmp_path: Path, clock: Clock) -> None:
+def test_rank_0_comes_first_and_engines_are_sorted_by_number(tmp_path: Path, clock: Clock) -> None:
     for track in ("engine-10", "engine-2", "rank 0"):
         timeline = Timeline(tmp_path, track)
         timeline.enter("busy")
@@ -74,11 +74,11 @@ def test_rank_0_comes_first_and_engines_by_number(tmp_path: Path, clock: Clock) 
     assert list(read_timeline(tmp_path)) == ["rank 0", "engine-2", "engine-10"]
 
 
-def test_a_run_without_timelines_has_none(tmp_path: Path) -> None:
+def test_a_run_without_timelines_has_no_tracks(tmp_path: Path) -> None:
     assert read_timeline(tmp_path) == {}
 
 
-def test_shares_are_of_the_window_and_name_what_was_waited_for() -> None:
+def test_shares_cover_the_window_and_name_the_event_waited_for() -> None:
     def span(state: str, start: float, end: float, waiting_for: str = "") -> Span:
         return Span(track="engine-0", state=state, waiting_for=waiting_for, start=start, end=end)
 
@@ -95,10 +95,10 @@ def test_shares_are_of_the_window_and_name_what_was_waited_for() -> None:
     assert next(iter(parts)) == ("busy", "")
 
 
-def test_a_full_disk_costs_spans_and_is_logged_once(
+def test_a_full_disk_loses_spans_and_is_logged_once(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The track is a device on which every write fails as on a full disk."""
+    # Every write to /dev/full fails as on a full disk.
     (tmp_path / "timeline").mkdir()
     (tmp_path / "timeline" / "engine-0.jsonl").symlink_to("/dev/full")
     track = Timeline(tmp_path, "engine-0")
@@ -106,5 +106,5 @@ def test_a_full_disk_costs_spans_and_is_logged_once(
         track.enter(state)
     track.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "the timeline of engine-0 was not written: [Errno 28] No space left on device"
+        "the timeline of engine-0 cannot be written: [Errno 28] No space left on device"
     ]

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 from megatron_async_rl.data import DataError, Tokenizer, load_tokenizer, read_prompts
 from tests.cases import looped
@@ -389,7 +390,11 @@ def test_text_with_a_token_that_the_model_has_no_row_for_is_refused_alone(
 def test_the_templates_end_of_a_turn_ends_a_response_too(
     tmp_path: Path, template: str, turn: int | None
 ) -> None:
-    save_characters(tmp_path, ("<turn>", "<stop>"))
+    file = save_characters(tmp_path, ("<turn>", "<stop>")) / "tokenizer.json"
+    # The tokenizer adds a special token to each text; it is not part of a turn.
+    adding = processors.TemplateProcessing(single="<turn> $A", special_tokens=[("<turn>", 2)])
+    own = {"post_processor": json.loads(adding.__getstate__())}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
     (tmp_path / "chat_template.jinja").write_text(
         f"{{% for m in messages %}}{template}{{% endfor %}}"
     )

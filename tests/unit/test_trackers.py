@@ -1,5 +1,5 @@
-"""Experiment trackers, the real libraries without a server: they get the numbers that
-`RUN/metrics.jsonl` has, a resumed run continues in the same run, and they cannot end a run."""
+"""Tests of the experiment trackers with the real libraries and no server: they receive the numbers
+of `RUN/metrics.jsonl`, a resume continues the same run, and their failures do not end the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def track(run_dir: Path, name: str, steps: range) -> None:
-    """A run, or its continuation, as rank 0 logs it."""
+    """Log the steps of a run, or of its continuation, as rank 0 does."""
     sinks = open_trackers([name], run_dir, "a_project", CONFIG)
     log = MetricsLog(run_dir, tensorboard=False, first_step=steps.start, trackers=sinks)
     for step in steps:
@@ -61,18 +61,18 @@ def read_mlflow(run_dir: Path) -> Read:
 
 
 def wandb_records(file: Path) -> Iterator[bytes]:
-    """Records of a file that `wandb sync` would send: LevelDB's log format after a header of 7
-    bytes. A block has 32 KiB; a record may continue in the next."""
+    """Yield the records that `wandb sync` would send. The file has LevelDB's log format after a
+    header of 7 bytes. A block has 32 KiB; a record may continue in the next block."""
     data = file.read_bytes()
     at, record = 7, b""
     while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # the block's rest is filled with zeros
+        if 32768 - at % 32768 < 7:  # zeros fill the rest of the block
             at += 32768 - at % 32768
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or its last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield record
             record = b""
 
@@ -81,7 +81,7 @@ def read_wandb(run_dir: Path) -> Read:
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
-    wandb.teardown()  # its own process writes the files, and ends here
+    wandb.teardown()  # ends the process that writes the files
     read: dict[str, dict[int, float]] = {}
     identities = set()
     for file in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")):
@@ -112,9 +112,10 @@ def read_trackio(run_dir: Path) -> Read:
 
 
 @pytest.mark.parametrize("name", TRACKERS)
-def test_a_tracker_has_every_number_and_a_resumed_run_is_the_same_run(run_dir, name):
+def test_a_tracker_has_every_number_and_a_resume_continues_its_run(run_dir, name):
     track(run_dir, name, range(1, 4))
-    for folder in run_dir.glob("wandb/offline-run-*"):  # named by the second, which may be the same
+    # wandb names a folder by the current second, which may be the same for both.
+    for folder in run_dir.glob("wandb/offline-run-*"):
         folder.rename(folder.with_name(folder.name.replace("offline-run-", "offline-run-0")))
     track(run_dir, name, range(4, 6))
     reader = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}[name]
@@ -127,14 +128,14 @@ def test_a_tracker_has_every_number_and_a_resumed_run_is_the_same_run(run_dir, n
 
 
 class Failing:
-    """Takes step 3 alone, once the server answers."""
+    """Sink that blocks until `responds` is set and then accepts step 3 only."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
-        self.answers = threading.Event()
+        self.responds = threading.Event()
 
     def write(self, step, time, values):
-        assert self.answers.wait(600)
+        assert self.responds.wait(600)
         self.sent.append(step)
         if step != 3:
             raise ConnectionError("the server is away")
@@ -145,48 +146,53 @@ class Failing:
         raise ConnectionError("still away")
 
 
-def log_steps(run_dir: Path, count: int, failing: Failing, answers_after: int) -> None:
+def log_steps(run_dir: Path, count: int, failing: Failing, responds_after: int) -> None:
+    """Log `count` steps; `failing` responds after step `responds_after`."""
     sink = BackgroundSink("failing", failing)
     log = MetricsLog(run_dir, tensorboard=False, first_step=1, trackers=[sink])
     for step in range(1, count + 1):
         log.log(step, {"reward/mean": 0.5})
-        if step == answers_after:
-            assert failing.sent == []  # nothing waits for it
-            failing.answers.set()
+        if step == responds_after:
+            assert failing.sent == []  # the log has not waited for the sink
+            failing.responds.set()
     log.close()
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == count
 
 
-def test_a_tracker_that_fails_costs_its_lines_alone_and_is_left_alone_after_three(run_dir, capsys):
+def test_a_tracker_is_abandoned_after_three_consecutive_failures(run_dir, capsys):
     failing = Failing()
-    log_steps(run_dir, 8, failing, answers_after=8)
-    assert failing.sent == [1, 2, 3, 4, 5, 6]  # the third was taken: three in a row are the last
-    told = capsys.readouterr().err
-    assert "failing did not take step 6; it gets no more" in told
-    assert "failing was not closed: ConnectionError" in told
+    log_steps(run_dir, 8, failing, responds_after=8)
+    # Step 3 was accepted, so steps 4 to 6 are the three consecutive failures.
+    assert failing.sent == [1, 2, 3, 4, 5, 6]
+    output = capsys.readouterr().err
+    assert "failing did not accept step 6; it receives no further lines" in output
+    assert "failing was not closed: ConnectionError" in output
 
 
-def test_a_tracker_that_hangs_keeps_so_many_lines_and_no_more(run_dir, monkeypatch, capsys):
-    monkeypatch.setattr(trackers, "MOST_LINES", 2)
+def test_a_tracker_that_hangs_is_abandoned_at_the_limit_of_waiting_lines(
+    run_dir, monkeypatch, capsys
+):
+    monkeypatch.setattr(trackers, "WAITING_LINES_LIMIT", 2)
     failing = Failing()
-    failing.write = lambda step, *_: failing.answers.wait(600) and failing.sent.append(step)
-    log_steps(run_dir, 5, failing, answers_after=5)
-    assert failing.sent in ([1, 2], [1, 2, 3])  # without or with the current one
+    failing.write = lambda step, *_: failing.responds.wait(600) and failing.sent.append(step)
+    log_steps(run_dir, 5, failing, responds_after=5)
+    # The thread may or may not have taken step 1 from the queue before the limit was reached.
+    assert failing.sent in ([1, 2], [1, 2, 3])
     assert "failing is 2 lines behind at step" in capsys.readouterr().err
 
 
-def test_a_tracker_that_does_not_end_holds_up_nothing(monkeypatch, capsys):
+def test_a_tracker_that_does_not_close_delays_the_end_by_a_limit_only(monkeypatch, capsys):
     never = threading.Event()
     monkeypatch.setattr(Failing, "close", lambda self: never.wait())
-    monkeypatch.setattr(trackers, "END_S", 0.01)
+    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT_S", 0.01)
     BackgroundSink("failing", Failing()).close()
     never.set()
     assert "failing was not closed within" in capsys.readouterr().err
 
 
-# TensorBoard's own thread ends with the error, too.
+# TensorBoard's own thread also ends with the error.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_under_tensorboard_costs_the_run_nothing(run_dir, capsys):
+def test_a_full_disk_under_tensorboard_does_not_affect_the_run(run_dir, capsys):
     log = MetricsLog(run_dir, tensorboard=True, first_step=1)
     (events,) = (run_dir / "tensorboard").iterdir()
     events.unlink()
@@ -195,12 +201,12 @@ def test_a_full_disk_under_tensorboard_costs_the_run_nothing(run_dir, capsys):
         log.log(step, {"reward/mean": 0.5})
     log.close()
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 5
-    told = capsys.readouterr().err
-    assert "TensorBoard did not take step" in told
-    assert "No space left on device" in told
+    output = capsys.readouterr().err
+    assert "TensorBoard did not accept step" in output
+    assert "No space left on device" in output
 
 
-def test_a_tracker_that_cannot_be_opened_is_refused_with_a_way_to_do_without(run_dir, monkeypatch):
+def test_a_tracker_that_cannot_be_opened_is_refused_with_advice(run_dir, monkeypatch):
     monkeypatch.setattr(trackers.MLflow, "open", lambda *_: 1 / 0)
     with pytest.raises(UserError, match="mlflow cannot be opened: ZeroDivisionError") as refused:
         open_trackers(["mlflow"], run_dir, "a_project", CONFIG)
@@ -213,11 +219,12 @@ def test_a_tracker_that_is_not_installed_is_a_problem_of_the_plan(tmp_path, monk
         (problem,) = trackers.lacking(["wandb", "not_there"])
         assert problem.key == "observe.trackers"
         assert "pip install mlflow-skinny" in problem.fix
-        (tmp_path / "not_there").mkdir(exist_ok=True)  # the files that it would leave
+        # A tracker would leave its files in such a folder.
+        (tmp_path / "not_there").mkdir(exist_ok=True)
         monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_a_tracker_is_named_once(tmp_path):
+def test_a_tracker_may_be_named_only_once(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config_tree()))
     with pytest.raises(ConfigError, match="each at most once, got wandb, wandb"):

@@ -1,5 +1,5 @@
-"""Requests and answers of OpenAI's chat completions: supported keys, refused keys, and the formats
-of an answer.
+"""Requests and responses of OpenAI's chat-completions interface: supported keys, refused keys, and
+response formats.
 
 Invariant: a call is refused before anything is sampled for it.
 """
@@ -21,22 +21,22 @@ from megatron_async_rl.rollout.environments.transcript import Turn
 from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 
 MODEL = "policy"
-"""Name of the model; a call may name any other."""
-FREE = {"tool_choice": ("auto", "none"), "response_format": ("text",)}
-"""Keys of a call, with the values or types that leave sampling unconstrained."""
-GRAMMARS = (
+"""Name of the model in responses. A call may name any model."""
+UNCONSTRAINED = {"tool_choice": ("auto", "none"), "response_format": ("text",)}
+"""Keys of a call, and their values or types that do not constrain sampling."""
+CONSTRAINTS = (
     "structured_outputs",
     *(f"guided_{one}" for one in ("json", "regex", "choice", "grammar")),
 )
-"""Keys of vLLM that constrain sampling; so does logit_bias."""
+"""Request keys of vLLM that constrain sampling, in addition to `logit_bias`."""
 TEMPLATE = ("chat_template", "chat_template_kwargs", "documents")
-"""Keys of vLLM that change the rendering of messages."""
+"""Request keys of vLLM that change how messages are rendered."""
 Decode = Callable[[Sequence[int]], str]
 
 
 class CallRefused(Exception):
-    """A call that cannot be answered. The agent receives the message with HTTP `status` and
-    OpenAI's error `code`."""
+    """The endpoint refuses a call. The agent receives the message with HTTP `status` and OpenAI's
+    error `code`."""
 
     def __init__(self, what: str, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(what)
@@ -44,19 +44,19 @@ class CallRefused(Exception):
 
     @property
     def response(self) -> web.Response:
-        reported = {"message": str(self), "type": "invalid_request_error", "param": None}
-        return web.json_response({"error": {**reported, "code": self.code}}, status=self.status)
+        error = {"message": str(self), "type": "invalid_request_error", "param": None}
+        return web.json_response({"error": {**error, "code": self.code}}, status=self.status)
 
 
-def same(message: Message) -> tuple[Any, ...]:
-    """Return the content that identifies a message: clients add null keys and change ids."""
+def identity(message: Message) -> tuple[Any, ...]:
+    """Return the parts of a message that identify it. Clients add null keys and change ids."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [(one["name"], _read(one["arguments"])) for one in functions]
+    calls = [(one["name"], _parsed(one["arguments"])) for one in functions]
     return message.get("role"), message.get("content") or "", calls
 
 
-def _read(arguments: str) -> Any:
-    """Return the arguments of a tool call independent of white space: clients reformat them."""
+def _parsed(arguments: str) -> Any:
+    """Return the arguments of a tool call as a value, because clients may reformat the JSON."""
     try:
         return json.loads(arguments)
     except ValueError:
@@ -65,8 +65,8 @@ def _read(arguments: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCompletion:
-    """The supported keys of a chat-completion request. `maximum`: maximum tokens of its turn, or
-    None for all the remaining room. `reads_calls`: parse tool calls in the model's text."""
+    """Supported keys of a chat-completion request. `maximum`: maximum tokens of the turn; None for
+    all remaining tokens of the sample. `reads_calls`: parse tool calls in the model's text."""
 
     messages: Sequence[Message]
     tools: Any
@@ -76,36 +76,36 @@ class ChatCompletion:
     logprobs: bool
     stream: bool
     usage: bool
-    """True if a stream ends with token counts."""
+    """True if the stream must end with token counts."""
 
 
 def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
-    """Parse a request. Raises CallRefused for requests that a rollout cannot fulfil."""
+    """Parse a request. Raises CallRefused for a request that a rollout cannot fulfil."""
     if not isinstance(body, Mapping):
         raise CallRefused("the call is not a JSON object")
-    # Silently returning another answer than requested would change what the agent does.
+    # Ignoring such a key would silently change what the agent does.
     if body.get("n") not in (None, 1):
         raise CallRefused("n must be 1: a session is one sample")
     for key in ("max_tokens", "max_completion_tokens"):
         maximum = body.get(key)
         if maximum is not None and (not isinstance(maximum, int) or maximum < 1):
             raise CallRefused(f"{key} must be a whole number above 0, not {maximum!r}")
-    for key, free in FREE.items():
-        given = body.get(key)
-        given = given.get("type", given) if isinstance(given, Mapping) else given
-        if given is not None and given not in free:
+    for key, free in UNCONSTRAINED.items():
+        value = body.get(key)
+        value = value.get("type", value) if isinstance(value, Mapping) else value
+        if value is not None and value not in free:
             raise CallRefused(
-                f"{key}: {given!r} constrains sampling, and a rollout samples freely; omit it, or"
-                f" set it to {' or '.join(map(repr, free))}"
+                f"{key}: {value!r} constrains sampling, which a rollout does not support; omit it,"
+                f" or set it to {' or '.join(map(repr, free))}"
             )
-    _require_own_ways(body)
+    _require_run_settings(body)
     if body.get("functions"):
-        raise CallRefused("functions is OpenAI's former name of tools; send tools")
+        raise CallRefused("functions is OpenAI's former key for tools; send tools")
     stop, tools = body.get("stop") or [], body.get("tools") or None
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
         raise CallRefused(f"stop must be text, or a list of texts, not {stop!r:.80}")
-    # vLLM's own schema decides: a parser would fail on invalid tools only after sampling.
+    # Validate with vLLM's schema now: a parser would fail on invalid tools only after sampling.
     try:
         parser.request(tools)
     except (ValueError, TypeError) as error:
@@ -125,34 +125,36 @@ def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
     )
 
 
-def _require_own_ways(body: Mapping[str, Any]) -> None:
-    """Raise CallRefused for keys that would change rendering or sampling: trained log-probs hold
-    only for the run's own settings."""
-    for key in (*GRAMMARS, "logit_bias"):
+def _require_run_settings(body: Mapping[str, Any]) -> None:
+    """Raise CallRefused for keys that would change rendering or sampling. The log-probs used in
+    training are valid only for the run's own settings."""
+    for key in (*CONSTRAINTS, "logit_bias"):
         if body.get(key):
-            raise CallRefused(f"{key} constrains sampling, and a rollout samples freely; omit it")
+            raise CallRefused(
+                f"{key} constrains sampling, which a rollout does not support; omit it"
+            )
     for key in TEMPLATE:
         if body.get(key):
             raise CallRefused(
-                f"{key}: the run renders all messages alike; omit it, or set data.chat_template or"
-                " data.chat_template_options for all calls"
+                f"{key}: the run renders all messages the same way; omit it, or set"
+                " data.chat_template or data.chat_template_options for all calls"
             )
     for key, own in (("continue_final_message", False), ("add_generation_prompt", True)):
         if body.get(key) not in (None, own):
             raise CallRefused(f"{key}: every turn is a new message; omit it")
     if body.get("top_logprobs"):
         raise CallRefused(
-            "top_logprobs: only the log-prob of each sampled token is known; omit it, and set"
+            "top_logprobs: only the log-prob of each sampled token is available; omit it, and set"
             " logprobs: true"
         )
 
 
-def _messages(given: Any) -> list[Message]:
-    """Return the messages with text as content and without null keys. Raises CallRefused."""
-    if not isinstance(given, list) or not given:
+def _messages(value: Any) -> list[Message]:
+    """Return the messages with their content as text and without null keys. Raises CallRefused."""
+    if not isinstance(value, list) or not value:
         raise CallRefused("messages must be a list of messages")
     messages: list[Message] = []
-    for index, one in enumerate(given):
+    for index, one in enumerate(value):
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
             raise CallRefused(f"messages[{index}] is not an object with a role")
         calls = one.get("tool_calls") or []
@@ -165,9 +167,9 @@ def _messages(given: Any) -> list[Message]:
             content = "" if one.get("content") is None else content_of(one)
         except ValueError as error:
             raise CallRefused(f"messages[{index}] {error}") from None
-        # Templates test for presence of a key: null and absent must render alike.
-        plain = {key: value for key, value in one.items() if value is not None}
-        messages.append({**plain, "content": content})
+        # Templates test whether a key exists, so a null key must render like an absent key.
+        present = {key: each for key, each in one.items() if each is not None}
+        messages.append({**present, "content": content})
     return messages
 
 
@@ -179,10 +181,10 @@ def _is_call(call: Any) -> bool:
 
 
 def completion(turn: Turn, message: Message, total: int, decode: Decode | None) -> dict[str, Any]:
-    """Return the answer to a request. `message`: the turn's message. `total`: tokens of its
-    segment. `decode`: if given, the answer lists each token with its log-prob."""
+    """Return the response to a request. `message`: message of the turn. `total`: number of tokens
+    of its segment. `decode`: if given, the response lists each token with its log-prob."""
     choice: dict[str, Any] = {"index": 0, "message": message}
-    # A truncated turn stays "length": a tool call in it may lack its end.
+    # "length" takes precedence: a tool call in a truncated turn may be incomplete.
     choice["finish_reason"] = (
         "length" if turn.reason == "length" else "tool_calls" if "tool_calls" in message else "stop"
     )
@@ -198,7 +200,7 @@ def completion(turn: Turn, message: Message, total: int, decode: Decode | None) 
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
-        # Clients require the key; nothing in the sample depends on it.
+        # Clients require this key. The sample does not depend on it.
         "created": int(time.time()),
         "model": MODEL,
         "choices": [choice],
@@ -224,7 +226,8 @@ async def write(
 async def _streamed(
     request: web.Request, answer: dict[str, Any], *, usage: bool
 ) -> web.StreamResponse:
-    """Write the whole answer as one event of a stream, since a turn arrives as a whole."""
+    """Write the response as a stream whose first event has the whole turn: a turn is sampled as a
+    whole."""
     (choice,) = answer.pop("choices")
     tokens = answer.pop("usage")
     calls = [
@@ -240,7 +243,8 @@ async def _streamed(
     await response.prepare(request)
     head = {**answer, "object": "chat.completion.chunk"}
     chunks: list[dict[str, Any]] = [{**head, "choices": [first]}, {**head, "choices": [last]}]
-    if usage:  # has no choice, which a client expects only if it requested usage
+    # A chunk without choices: clients expect it only if they requested usage.
+    if usage:
         chunks.append({**head, "choices": [], "usage": tokens})
     for chunk in chunks:
         await response.write(f"data: {json.dumps(chunk)}\n\n".encode())

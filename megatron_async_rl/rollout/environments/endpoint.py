@@ -1,25 +1,27 @@
-"""OpenAI-compatible endpoint of an engine: an existing agent becomes a rollout by its base URL.
+"""OpenAI-compatible endpoint of an engine: an existing agent becomes a rollout through its base
+URL.
 
     process of the agent --POST {base_url}/chat/completions--> Agents --> the engine, turn by turn
           +---------------------- its reward ------------------> the sample
 
-A session is one sample, identified by its base URL. The first call's messages become the prompt.
-A call that repeats all messages of a segment and adds some continues it: only the addition is
-rendered, so token in, token out holds as for any sample (transcript.py). A repeated call, whose
-caller hung up before the answer, receives the turn already sampled for it. Any other call (from an
-agent that compacted its context, or started another) begins a new segment, up to
-`rollout.environment.max_segments`.
+A session is one sample, identified by its base URL. The messages of the first call become the
+prompt. A call that repeats all messages of a segment and appends messages continues that segment:
+only the new messages are rendered, so token in, token out holds as for any sample (transcript.py).
+If a caller disconnects before it receives the response and repeats the call, it receives the turn
+that was already sampled. Any other call begins a new segment, up to
+`rollout.environment.max_segments`: for example, the call of an agent that compacted its context or
+started another agent.
 
 Invariants:
 - the server runs on the engine's event loop and listens only on the loopback address. The name of a
-  session cannot be guessed, and is invalid once its agent has ended. At most STRANGERS connections
-  have no session: a new connection closes the oldest;
-- a session answers its calls one after the other, across all segments;
-- an agent may compute for as long as its own time limit permits, whatever `watchdog.timeout_s` is:
-  between its calls the run may be without progress;
-- the run determines sampling (rollout.sampling): a call's temperature and similar keys are ignored.
-  A call that needs several samples or constrains sampling is refused; a call may shorten its turn
-  with `max_tokens` and `stop`.
+  session cannot be guessed, and becomes invalid when the agent ends. At most MAX_UNNAMED
+  connections have not named a session yet; a further connection closes the oldest of them;
+- a session processes one call at a time, across all segments;
+- an agent may compute until its own time limit, whatever `watchdog.timeout_s` is: the watchdog
+  permits a run without progress between the calls of an agent;
+- the run determines sampling (rollout.sampling): temperature and similar keys of a call are
+  ignored. A call that requests several samples or constrains sampling is refused; a call may
+  shorten its turn with `max_tokens` and `stop`.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ from megatron_async_rl.rollout.environments.completions import (
     CallRefused,
     ChatCompletion,
     completion,
+    identity,
     read_call,
-    same,
     write,
 )
 from megatron_async_rl.rollout.environments.episode import too_long
@@ -57,45 +59,47 @@ from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples.types import Prompt
 
 CLOSE_S = 0.5
-"""Time limit for pending calls when the engine ends."""
-LONGEST = 64 * 2**20
+"""Time limit for pending calls when the engine shuts down."""
+MAX_REQUEST_BYTES = 64 * 2**20
 """Maximum bytes of a request."""
-STRANGERS = 512
-"""Maximum connections without a session: each takes a file descriptor of the engine. Agents that
-connect at the same moment count until their first call is read."""
+MAX_UNNAMED = 512
+"""Maximum number of connections that have not named a session: each uses a file descriptor of the
+engine. A connection of an agent counts until its first call is read."""
 
 
-class _Thread(TranscriptSegment):
-    """A segment with the messages that it consists of."""
+class _ChatSegment(TranscriptSegment):
+    """Segment of a transcript, and its messages."""
 
     def __init__(self, prompt: Prompt, tools: Any) -> None:
         super().__init__(prompt)
         self.tools = tools
         self.history: list[Message] = []
-        self.unread = False
-        """True while the last answer has not been delivered to the caller."""
+        self.undelivered = False
+        """True until the caller has received the last response."""
 
     def repeated(self, messages: Sequence[Message]) -> int:
-        """Return how many messages the segment and `messages` have in common at the start."""
+        """Return the number of leading messages that the segment and `messages` share."""
         pairs = zip(self.history, messages, strict=False)
-        known = [same(one) == same(other) for one, other in pairs]
-        return (*known, False).index(False)
+        equal = [identity(one) == identity(other) for one, other in pairs]
+        return (*equal, False).index(False)
 
-    def goes_on(self, messages: Sequence[Message], tools: Any) -> bool:
+    def is_continued_by(self, messages: Sequence[Message], tools: Any) -> bool:
+        """Return True if `messages` repeat all messages of the segment and append some."""
         return self.tools == tools and self.repeated(messages) == len(self.history) < len(messages)
 
-    def asked_again(self, messages: Sequence[Message], tools: Any) -> bool:
-        """True for a retry. The same call after a delivered answer requests another answer."""
+    def is_retried_by(self, messages: Sequence[Message], tools: Any) -> bool:
+        """Return True for a retry. After a delivered response, the same call is not a retry: it
+        requests another response."""
         before = len(self.history) - 1
         return (
-            self.unread
+            self.undelivered
             and self.tools == tools
             and self.repeated(messages) == len(messages) == before
         )
 
 
 class _Session:
-    """One sample, and the calls of its agent."""
+    """Session of one sample: the state that the calls of its agent share."""
 
     def __init__(
         self,
@@ -106,79 +110,80 @@ class _Session:
     ) -> None:
         self.transcript, self._sample, self.max_tokens = transcript, sample, max_tokens
         self._environments = environments
-        self.threads: list[_Thread] = []
+        self.segments: list[_ChatSegment] = []
         self.lock = asyncio.Lock()
         self.refusal = ""
-        """Reason of the last refused call."""
+        """Reason for refusing the most recently refused call; empty if no call was refused."""
         self.ended = False
         self._calls = 0
-        self._own_work = ExitStack()
-        """Holds `working_alone` while no call is pending."""
+        self._busy = ExitStack()
+        """Holds the context `working_alone` while no call is pending."""
 
     def begin(self) -> None:
-        """Start the agent's time limit."""
+        """Start the time limit of the agent."""
         self._until = asyncio.get_running_loop().time() + self._environments.settings.timeout_s
         self._work_alone()
 
     def end(self) -> None:
         self.ended = True
-        self._own_work.close()
+        self._busy.close()
 
     @contextmanager
     def call(self) -> Iterator[None]:
         """Mark the agent as waiting for the model."""
-        self._own_work.close()
+        self._busy.close()
         self._calls += 1
         try:
             yield
         finally:
             self._calls -= 1
-            # Concurrent calls: the agent is alone only after the last of them.
+            # With concurrent calls, the agent works alone only after the last of them.
             if not self._calls and not self.ended:
                 self._work_alone()
 
     def _work_alone(self) -> None:
         left_s = self._until - asyncio.get_running_loop().time()
-        self._own_work.enter_context(self._environments.working_alone(left_s))
+        self._busy.enter_context(self._environments.working_alone(left_s))
 
     async def sample(self, requested: TurnRequest) -> Turn:
-        """Sample a turn. Raises CallRefused once the agent has ended."""
+        """Sample a turn. Raises CallRefused if the agent has ended."""
         turn = None if self.ended else await self._sample(requested)
-        # The agent may have ended meanwhile; an abandoned turn must not enter its sample.
+        # The agent may have ended during sampling; its sample must not get an abandoned turn.
         if turn is None or self.ended:
             raise CallRefused("the session's agent has ended")
         return turn
 
-    def explained(self, error: str) -> str:
-        """Return the error, extended by the refusal that may have caused it."""
-        known = not self.refusal or self.refusal in error
-        return error if known else f"{error} (a call was refused: {self.refusal})"
+    def with_refusal(self, error: str) -> str:
+        """Return the error message, followed by the refusal that may have caused the error."""
+        complete = not self.refusal or self.refusal in error
+        return error if complete else f"{error} (a call was refused: {self.refusal})"
 
 
 class _Connections:
-    """Factory of aiohttp's connections that limits connections without a session."""
+    """Factory of aiohttp's connections. It limits the connections that have not named a session."""
 
     def __init__(self, server: web.Server) -> None:
         self._server = server
-        self._strangers: dict[web.RequestHandler, None] = {}
-        """Oldest first. Closed connections stay until newer ones displace them."""
+        self._unnamed: dict[web.RequestHandler, None] = {}
+        """Connections that have not named a session, oldest first. A closed connection stays until
+        newer connections displace it."""
 
     def __call__(self) -> web.RequestHandler:
-        while len(self._strangers) >= STRANGERS:
-            oldest = next(iter(self._strangers))
-            self._strangers.pop(oldest)
-            # Agents of the run name their session at once; only strangers stay here.
+        while len(self._unnamed) >= MAX_UNNAMED:
+            oldest = next(iter(self._unnamed))
+            self._unnamed.pop(oldest)
+            # Agents of the run name their session immediately; only foreign connections age.
             oldest.force_close()
         connection = self._server()
-        self._strangers[connection] = None
+        self._unnamed[connection] = None
         return connection
 
     def admit(self, connection: web.RequestHandler) -> None:
-        self._strangers.pop(connection, None)
+        self._unnamed.pop(connection, None)
 
 
 class Agents:
-    """The endpoint of one engine, on one event loop. Call `start` first."""
+    """Endpoint of one engine, on one event loop. Call `start` first."""
 
     def __init__(
         self, environments: Environments, tokenizer: Tokenizer, parser: ToolParser
@@ -195,19 +200,19 @@ class Agents:
         self._url = ""
 
     async def start(self) -> None:
-        # Bounded: an agent may run code of the model, which could exhaust the engine's memory.
-        app = web.Application(client_max_size=LONGEST)
+        # Bounded: an agent may run code that the model wrote, and its requests use engine memory.
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/session/{name}/v1/chat/completions", self._complete)
         app.router.add_get("/session/{name}/v1/models", self._models)
         app.router.add_get("/session/{name}/v1/models/{model}", self._models)
-        app.router.add_route("*", "/session/{name}/{path:.*}", self._elsewhere)
-        app.router.add_route("*", "/{path:.*}", self._elsewhere)
+        app.router.add_route("*", "/session/{name}/{path:.*}", self._unknown_path)
+        app.router.add_route("*", "/{path:.*}", self._unknown_path)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
         await self._runner.setup()
         assert self._runner.server is not None
         self._connections = _Connections(self._runner.server)
         loop = asyncio.get_running_loop()
-        # Port 0: the system chooses a free port, so engines on one machine cannot collide.
+        # Port 0 selects a free port, so that engines on one machine do not collide.
         self._listener = await loop.create_server(self._connections, "127.0.0.1", 0)
         self._url = f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
@@ -218,7 +223,7 @@ class Agents:
             await self._runner.cleanup()
 
     async def play(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> str | None:
-        """Run the agent, whose calls fill `transcript`. Return the reason if it failed."""
+        """Run the agent, whose calls fill `transcript`. Return the reason if the agent failed."""
         session = _Session(transcript, sample, max_tokens, self._environments)
         # Unguessable: sampled code on this machine must not write into another sample.
         name, process = secrets.token_urlsafe(16), None
@@ -228,27 +233,27 @@ class Agents:
             session.begin()
             reward = await process.run(transcript.requested, f"{self._url}/session/{name}/v1")
         except EnvironmentFailed as error:
-            # Not a failure: agents often raise when the context is full, and the sample is usable.
+            # Not a failure: agents often raise when the context is full. The sample is usable.
             if transcript.truncated and transcript.turns:
                 return None
-            return session.explained(str(error))
+            return session.with_refusal(str(error))
         finally:
-            # Before the process is closed, so that late calls find no session.
+            # Before the process is closed, so that late calls are refused.
             self._sessions.pop(name, None)
             session.end()
             if process is not None:
                 await process.close()
         if not transcript.turns:
-            return session.explained("the agent ended without a turn of the model")
-        # The reward of the whole run belongs to its last turn.
+            return session.with_refusal("the agent ended without a turn of the model")
+        # The last turn gets the reward of the whole run.
         transcript.segments[-1].take_step(Step(reward=reward, done=True))
         return None
 
     def _session(self, request: web.Request) -> _Session:
-        """Return the session that the URL names. Raises CallRefused."""
+        """Return the session that the URL names. Raises CallRefused if it does not exist."""
         session = self._sessions.get(request.match_info.get("name", ""))
         if session is None:
-            raise CallRefused("no such session, or its agent has ended", status=404)
+            raise CallRefused("the session does not exist, or its agent has ended", status=404)
         if self._connections is not None:
             self._connections.admit(request.protocol)
         return session
@@ -263,8 +268,8 @@ class Agents:
             return web.json_response(model)
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _elsewhere(self, request: web.Request) -> web.Response:
-        """Answer 404 to requests for any other path."""
+    async def _unknown_path(self, request: web.Request) -> web.Response:
+        """Respond with status 404 to a request for any other path."""
         error = CallRefused(
             f"{request.method} {request.path}: the endpoint has only POST BASE_URL/chat/completions"
             " and GET BASE_URL/models; the BASE_URL of an agent ends with /v1",
@@ -281,104 +286,115 @@ class Agents:
             session = self._session(request)
             requested = read_call(await _body(request), self._parser)
             with session.call():
-                # Each turn changes the segments that the next call is matched against.
+                # One call at a time: each turn changes the segments that the next call may
+                # continue.
                 async with session.lock:
-                    thread = await self._answered(session, requested)
+                    segment = await self._sample_response(session, requested)
                     decode = self._tokenizer.decode if requested.logprobs else None
-                    turn, message = thread.turns[-1], thread.history[-1]
-                    answer = completion(turn, message, len(thread.ids), decode)
-                    # Until the answer is written: a retry of this call must get the same turn.
-                    thread.unread = True
+                    turn, message = segment.turns[-1], segment.history[-1]
+                    answer = completion(turn, message, len(segment.ids), decode)
+                    # Until the response is written, a retry of this call must receive the same
+                    # turn.
+                    segment.undelivered = True
             response = await write(request, answer, requested)
-            thread.unread = False
+            segment.undelivered = False
             return response
         except CallRefused as error:
             if session is not None:
                 session.refusal = str(error)
             return error.response
-        except ConnectionError:  # the caller hung up; the turn stays unread for its retry
+        # The caller disconnected; its retry will receive the turn.
+        except ConnectionError:
             return web.Response(status=400)
 
-    async def _answered(self, session: _Session, requested: ChatCompletion) -> _Thread:
-        """Return the segment whose last turn answers the call. Raises CallRefused, before anything
-        is sampled."""
+    async def _sample_response(self, session: _Session, requested: ChatCompletion) -> _ChatSegment:
+        """Return the segment whose last turn is the response to the call. Raises CallRefused before
+        anything is sampled."""
         messages, tools = requested.messages, requested.tools
         transcript, limit = session.transcript, self._environments.settings.max_turns
-        for one in session.threads:
-            if one.asked_again(messages, tools):
+        for one in session.segments:
+            if one.is_retried_by(messages, tools):
                 return one
-        thread = next((one for one in session.threads if one.goes_on(messages, tools)), None)
+        segment = next(
+            (one for one in session.segments if one.is_continued_by(messages, tools)), None
+        )
         content: list[int] = []
-        if thread is not None:
-            new = [dict(one) for one in messages[len(thread.history) :]]
-            sampled = thread.turns[-1].tokens.response_ids.tolist()
-            # Before tokenizing: a huge message would block the event loop.
-            if too_long(new, transcript.room(thread, session.max_tokens)):
-                raise self._full(session)
+        if segment is not None:
+            new = [dict(one) for one in messages[len(segment.history) :]]
+            sampled = segment.turns[-1].tokens.response_ids.tolist()
+            # Before tokenization, which would block the event loop for a huge message.
+            if too_long(new, transcript.room(segment, session.max_tokens)):
+                raise self._limit_refusal(session)
             content = _rendered(self._follow.between, sampled, new)
             step = Step(observation=new)
         else:
-            thread, step = self._begun(session, messages, tools), None
-        room = transcript.room(thread, session.max_tokens) - len(content)
+            segment, step = self._new_segment(session, messages, tools), None
+        room = transcript.room(segment, session.max_tokens) - len(content)
         if room < 1 or len(transcript.turns) == limit:
-            raise self._full(session, turns=room >= 1)
+            raise self._limit_refusal(session, turns=room >= 1)
         if step is not None:
-            # After the checks: a call that is refused, perhaps repeatedly, adds no text.
-            thread.take_step(step)
+            # After the checks, so that a refused call adds no text, even if it is repeated.
+            segment.take_step(step)
         maximum = min(room, requested.maximum or room)
-        turn = await transcript.extend(thread, content, session.sample, maximum, requested.stop)
-        # Assigned, not only set: the agent may continue with a shorter history after a full one.
+        turn = await transcript.extend(segment, content, session.sample, maximum, requested.stop)
+        # Assigned, not only set to True: after a full history, the agent may continue with a
+        # shorter one.
         transcript.truncated = turn.reason == "length" and maximum == room
-        # The sampled tokens may go past a stop string; the agent reads the text before it.
+        # Sampled tokens may extend beyond a stop string; the agent reads the text before it.
         text = min(
             (turn.text.partition(stop)[0] for stop in requested.stop), key=len, default=turn.text
         )
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if requested.reads_calls:
             message = self._parser.message(turn.tokens.response_ids.tolist(), text, tools)
-        unread = message.pop(UNREAD, None)  # the agent reads plain text, as from any server
+        # The agent receives plain text, as from any server.
+        unread = message.pop(UNREAD, None)
         if tools and requested.reads_calls:
             transcript.measured.update({UNREAD_CALLS: float(unread is not None)})
-        # Only now: a call that was refused or aborted leaves no segment.
-        if thread not in session.threads:
-            session.threads.append(thread)
-        thread.history = [*messages, message]
-        return thread
+        # Only after sampling: a refused or aborted call must leave no segment.
+        if segment not in session.segments:
+            session.segments.append(segment)
+        segment.history = [*messages, message]
+        return segment
 
-    def _full(self, session: _Session, *, turns: bool = False) -> CallRefused:
-        """Return the refusal of a full sample. `turns`: its turns are used up, not its tokens."""
+    def _limit_refusal(self, session: _Session, *, turns: bool = False) -> CallRefused:
+        """Return the refusal for a full sample. `turns`: True if the sample has reached its limit
+        on turns, False for its limit on tokens."""
         session.transcript.truncated = True
         key = (
             f"rollout.environment.max_turns: {self._environments.settings.max_turns}"
             if turns
             else f"rollout.sampling.max_tokens: {session.max_tokens}"
         )
-        # OpenAI's code: agents react to it by ending or compacting their context.
+        # OpenAI's error code, after which agents end or compact their context.
         code = "context_length_exceeded"
         return CallRefused(f"{code}: the sample is at its limit, {key}", code=code)
 
-    def _begun(self, session: _Session, messages: Sequence[Message], tools: Any) -> _Thread:
-        """Begin a segment. Raises CallRefused if the sample has reached the limit on segments."""
+    def _new_segment(
+        self, session: _Session, messages: Sequence[Message], tools: Any
+    ) -> _ChatSegment:
+        """Return a new segment. Raises CallRefused if the sample has reached its limit on
+        segments."""
         maximum = self._environments.settings.max_segments
-        if len(session.threads) == maximum:
-            nearest = max(session.threads, key=lambda one: one.repeated(messages))
-            where = nearest.repeated(messages)
+        if len(session.segments) == maximum:
+            nearest = max(session.segments, key=lambda one: one.repeated(messages))
+            place = nearest.repeated(messages)
             what = (
-                "its tools differ from those of the call before"
-                if where == len(nearest.history) < len(messages)
-                else f"messages[{where}] differs, or nothing follows"
+                "its tools differ from the tools of the previous call"
+                if place == len(nearest.history) < len(messages)
+                else f"messages[{place}] differs, or no message follows"
             )
             raise CallRefused(
-                f"the call does not repeat the earlier messages and append others: {what}. It would"
-                f" begin segment {maximum + 1} of the sample; rollout.environment.max_segments:"
-                f" {maximum}"
+                f"the call does not repeat the earlier messages and append new ones: {what}. It"
+                f" would begin segment {maximum + 1} of the sample;"
+                f" rollout.environment.max_segments: {maximum}"
             )
         requested = session.transcript.requested
         if too_long(messages, len(requested.token_ids) + session.max_tokens):
-            raise self._full(session)
+            raise self._limit_refusal(session)
         text = _rendered(self._tokenizer.render_chat, messages, answer=True, tools=tools)
         ids = tuple(_rendered(self._tokenizer.encode_rendered, text))
-        return _Thread(
+        return _ChatSegment(
             Prompt(id=requested.id, text=text, token_ids=ids, fields=requested.fields), tools
         )
 
@@ -390,12 +406,14 @@ async def _body(request: web.Request) -> Any:
     except (ValueError, RecursionError) as error:
         raise CallRefused(f"the call is not a JSON object: {error}") from None
     except web.HTTPRequestEntityTooLarge:
-        raise CallRefused(f"the call has more than {LONGEST // 2**20} MiB", status=413) from None
+        raise CallRefused(
+            f"the call has more than {MAX_REQUEST_BYTES // 2**20} MiB", status=413
+        ) from None
 
 
 def _rendered[Result](render: Callable[..., Result], *messages: Any, **options: Any) -> Result:
-    """Render messages. Raises CallRefused for any exception: a template is a program, and an agent
-    can send it anything."""
+    """Render messages. Raises CallRefused for any exception: the template is a program, and the
+    agent chooses its input."""
     try:
         return render(*messages, **options)
     except Exception as error:

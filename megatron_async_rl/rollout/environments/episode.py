@@ -1,12 +1,12 @@
-"""One sample of several turns in progress: the model samples a turn, the environment answers, its
-content is appended, and the model continues.
+"""Sampling of a multi-turn sample: the model samples a turn, the environment responds with content,
+the content is appended, and the model samples the next turn.
 
     engine <--turn to sample-- conversation --response--> environment
        |                         ^      ^                      |
        +---------tokens----------+      +-------content--------+
 
-The transcript holds the tokens (transcript.py). Every conversation ends with a turn of the model:
-the environment ended it, or its turns or tokens are used up.
+The transcript holds the tokens (transcript.py). Every conversation ends with a turn of the model,
+because the environment ended it or because it reached its limit on turns or tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_async_rl.rollout.environments.transcript import (
     Turn,
     TurnRequest,
     follow_ups,
-    shown,
+    text_of,
 )
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
 from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
@@ -35,7 +35,7 @@ from megatron_async_rl.samples.types import FinishReason, PartialResponse, Promp
 
 
 class EpisodeEnvironment(Protocol):
-    """The environment of one sample (pool.EnvironmentSession)."""
+    """Interface of the environment of one sample (pool.EnvironmentSession)."""
 
     async def reset(self, prompt: Prompt) -> TurnContent: ...
     async def step(self, response: str | Message) -> Step: ...
@@ -51,28 +51,29 @@ async def converse(
     max_tokens: int,
     parser: ToolParser | None = None,
 ) -> None:
-    """Fill `transcript`, turn by turn. If the environment fails, it holds the turns so far.
-    `parser`: parser of tool calls, for an environment that takes messages instead of text."""
+    """Fill `transcript` turn by turn. Raises EnvironmentFailed; `transcript` then holds the earlier
+    turns. `parser`: parser of tool calls, for an environment that receives messages instead of
+    text."""
     prompt = transcript.requested
     opening = await environment.reset(prompt)
     begun = prompt
     if opening and not too_long(opening, max_tokens):
         begun = rendered(follow.opened, prompt, opening)
-    # The opening belongs to the prompt: the policy did not choose it.
+    # The opening is part of the prompt, because the policy did not sample it.
     segment = TranscriptSegment(begun)
     room = transcript.room(segment, max_tokens)
     if room < 1 or (opening and begun is prompt):
         raise EnvironmentFailed(
-            f"reset returned {len(shown(opening))} characters, and rollout.sampling.max_tokens:"
+            f"reset returned {len(text_of(opening))} characters, and rollout.sampling.max_tokens:"
             f" {max_tokens} leaves no room for a turn"
         )
     content: list[int] = []
     while True:
         turn = await transcript.extend(segment, content, sample, room - len(content))
         ids = turn.tokens.response_ids.tolist()
-        reported = turn.text if parser is None else parser.message(ids, turn.text)
-        step = await environment.step(reported)
-        # Before any return below: the reward of the last turn counts, too.
+        response = turn.text if parser is None else parser.message(ids, turn.text)
+        step = await environment.step(response)
+        # Before any return below, so that the reward of the last turn counts.
         segment.take_step(step)
         transcript.measured.update(step.measured)
         if turn.reason == "length":
@@ -84,25 +85,25 @@ async def converse(
             transcript.truncated = True
             return
         content = rendered(follow.between, ids, step.observation)
-        # No room for another turn. The content stays out: a segment ends with a turn.
+        # No tokens are left for another turn. The content is dropped: a segment ends with a turn.
         if len(content) >= room:
             transcript.truncated = True
             return
 
 
-CHARACTERS_A_TOKEN = 64
-"""Upper bound of the average length of a token. Longer content is refused without tokenizing it,
-which would block every response of the engine."""
+CHARACTERS_PER_TOKEN = 64
+"""Assumed upper bound for the average length of a token. Content above the bound is not tokenized,
+since that would block the engine's event loop and with it every response."""
 
 
 def too_long(content: TurnContent, room: int) -> bool:
-    """True if the content certainly takes more than `room` tokens."""
-    return len(shown(content)) > CHARACTERS_A_TOKEN * max(1, room)
+    """Return True if the content has more than `room` tokens of CHARACTERS_PER_TOKEN characters."""
+    return len(text_of(content)) > CHARACTERS_PER_TOKEN * max(1, room)
 
 
 def rendered[Result](render: Callable[..., Result], *given: Any) -> Result:
-    """Render content. Raises EnvironmentFailed for any exception of the chat template, which is a
-    program, or of the tokenizer."""
+    """Render content. Raises EnvironmentFailed for any exception of the tokenizer or of the chat
+    template, which is a program."""
     try:
         return render(*given)
     except Exception as error:
@@ -110,7 +111,7 @@ def rendered[Result](render: Callable[..., Result], *given: Any) -> Result:
 
 
 class Player(Protocol):
-    """Produces a sample of several turns: Episodes or Agents."""
+    """Interface that produces a multi-turn sample: Episodes or endpoint.Agents."""
 
     async def play(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> str | None:
         """Fill `transcript`. Return the reason if the environment failed."""
@@ -118,8 +119,8 @@ class Player(Protocol):
 
 
 class Episode:
-    """A sample of several turns in progress. `request_turn`: submits a turn to vLLM. `take`
-    receives its tokens, unless the sample is aborted."""
+    """A multi-turn sample in progress. `request_turn`: submits a turn to vLLM. `decode`: converts
+    tokens to text."""
 
     def __init__(
         self,
@@ -138,7 +139,8 @@ class Episode:
         return self._turn is not None and not self._turn.done()
 
     def take(self, tokens: PartialResponse, reason: FinishReason) -> None:
-        # An abort cancels the future; tokens that arrive later have no owner.
+        """Receive the tokens of the requested turn."""
+        # An abort cancels the future, so tokens that arrive later are discarded.
         if self._turn is not None and self.waits:
             self._turn.set_result((tokens, reason))
 
@@ -147,14 +149,14 @@ class Episode:
         try:
             return await player.play(self.transcript, self._sample, max_tokens)
         finally:
-            # An agent may end while a turn of it is still being sampled.
+            # An agent may end while one of its turns is still being sampled.
             if self._turn is not None:
                 self._turn.cancel()
 
     async def _sample(self, requested: TurnRequest) -> Turn:
         self._turn = asyncio.get_running_loop().create_future()
-        # A task of its own, shielded: a cancelled sample must not leave a half-submitted request,
-        # which no abort in vLLM would find.
+        # A shielded task: cancelling the sample must not leave a partly submitted request, which an
+        # abort in vLLM would not find.
         self._requesting = asyncio.create_task(self._request_turn(requested))
         await asyncio.shield(self._requesting)
         tokens, reason = await self._turn
@@ -163,14 +165,14 @@ class Episode:
 
 
 class Episodes:
-    """Resources that an engine's episodes share: the environments, and the conversion of their
-    text into tokens."""
+    """Resources that the episodes of an engine share: the environments, and the conversion of their
+    content to tokens."""
 
     def __init__(
         self, environments: Environments, tokenizer: Tokenizer, parser: ToolParser | None = None
     ) -> None:
-        """`parser`: given if the environment takes messages. Raises DataError if the chat template
-        does not permit a second turn."""
+        """Raises DataError if the chat template does not permit a second turn. `parser`: parser of
+        tool calls, for an environment that receives messages."""
         self._environments = environments
         self._follow = follow_ups(environments.settings, tokenizer)
         self._parser = parser
@@ -204,17 +206,18 @@ async def failures(
     timeout_s: float,
     follow: FollowUps | None = None,
 ) -> dict[str, str]:
-    """Try the environment before a run: for each key of `prompts`, let it answer one turn,
-    `response`, to one of the prompts. Return the first error per key for which every prompt failed.
-    `follow`: also render the environment's content."""
-    found: dict[str, str] = {}
+    """Test an environment before a run: for each key of `prompts`, it processes the turn `response`
+    to one of the prompts. Return the first error of each key whose prompts all failed, and under
+    the key "" the error of an environment that did not start. A timeout is not an error. `follow`:
+    if given, the content of the environment is rendered, too."""
+    errors: dict[str, str] = {}
     pool = Environments(settings)
     pool.start()
     try:
         await pool.ready()
-        for key, some in prompts.items():
+        for key, candidates in prompts.items():
             error: str | None = None
-            for prompt in some:
+            for prompt in candidates:
                 environment = await pool.open()
                 try:
                     async with asyncio.timeout(timeout_s):
@@ -225,7 +228,8 @@ async def failures(
                             rendered(follow.opened, prompt, opening)
                         rendered(follow.between, (0,), answer.observation)
                     error = None
-                except TimeoutError:  # slow, which is not a fault
+                # A slow environment is usable.
+                except TimeoutError:
                     error = None
                 except EnvironmentFailed as failed:
                     error = error or f"the first prompts of {key}: {failed}"
@@ -234,9 +238,9 @@ async def failures(
                 if error is None:
                     break
             if error is not None:
-                found[key] = error
+                errors[key] = error
     except (UserCodeStartError, EnvironmentFailed) as failed:
-        found[""] = f"its import: {failed}"
+        errors[""] = f"its import: {failed}"
     finally:
         pool.close()
-    return found
+    return errors

@@ -1,11 +1,12 @@
-"""Environments of an engine's samples. Each sample has a process to itself.
+"""Pool of processes that run the environments of an engine's samples. Each sample has a process to
+itself.
 
 Invariants:
-- a fault of an environment affects only its sample: an exception, a timeout or a crash raises
-  EnvironmentFailed there, and the process is killed with its descendants
-  (isolation/supervisor.py);
-- at most `processes` samples use an environment at a time. The others wait, and their time limit
-  does not run yet.
+- a failure of an environment affects only its sample: an exception, a timeout or a crash raises
+  EnvironmentFailed for that sample. After a timeout or a crash, the process is killed with its
+  descendants (isolation/supervisor.py);
+- at most `processes` samples use an environment at a time. The other samples wait, and their time
+  limits start only when they have a process.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from megatron_async_rl.rollout.isolation.supervisor import (
 from megatron_async_rl.samples.types import Prompt
 from megatron_async_rl.watchdog import watch
 
-NOTICED_S = 30.0
-"""Grace period after an agent's time limit, before the watchdog counts it as stalled."""
+AGENT_GRACE_S = 30.0
+"""Time after an agent's time limit before the watchdog regards the agent as stalled."""
 
 
 class EnvironmentFailed(Exception):
-    """The environment of one sample failed; the message has the reason."""
+    """The environment of one sample failed. The message has the reason."""
 
 
 class Environments:
@@ -44,15 +45,15 @@ class Environments:
 
     def __init__(self, settings: EnvironmentConfig) -> None:
         self.settings = settings
-        self._room = asyncio.Semaphore(settings.processes)
+        self._slots = asyncio.Semaphore(settings.processes)
         self._idle: list[UserProcess] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.at_work = 0
-        """Number of agents without a pending call of the model."""
+        """Number of running agents without a pending call of the model."""
         code = UserCode(
             loader=LOADER,
             arguments={"environment": settings.model_dump(mode="json")},
-            # A fork server imports the environment once, so that each process starts fast.
+            # A fork server imports the environment once, so that processes start fast.
             preload=True,
             memory_mib=settings.memory_mib,
             environment=_without_proxy(),
@@ -60,7 +61,7 @@ class Environments:
         self.supervisor = Supervisor(code)
 
     def start(self) -> None:
-        """Start the server that imports the environment, while the engine starts."""
+        """Start the fork server, which imports the environment while the engine starts."""
         self.supervisor.start()
 
     async def ready(self) -> None:
@@ -72,27 +73,26 @@ class Environments:
     async def open(self) -> EnvironmentSession:
         """Return a session for one sample, once a process is free. Raises EnvironmentFailed."""
         name = f"room in the environment {self.settings.name} (rollout.environment.processes)"
-        with watch.doing("wait", name) if self._room.locked() else nullcontext():
-            await self._room.acquire()
+        with watch.doing("wait", name) if self._slots.locked() else nullcontext():
+            await self._slots.acquire()
         try:
-            # The last one used first: its memory is warm. It may have died while it was idle.
+            # The process used last comes first: its memory is warm. An idle process may have died.
             while self._idle:
                 if not (process := self._idle.pop()).killed:
                     return EnvironmentSession(self, process)
             return EnvironmentSession(self, await self._start_process())
-        # Also a cancelled task must return its place, or the pool shrinks forever.
+        # Any exception, cancellation included, must release the slot, or the pool shrinks.
         except BaseException:
-            self._room.release()
+            self._slots.release()
             raise
 
     @contextmanager
     def working_alone(self, left_s: float) -> Iterator[None]:
-        """Mark an agent as busy without the model for at most `left_s` seconds.
-
-        The watchdog must not take the missing progress for a stall."""
+        """Mark an agent as working without the model for at most `left_s` seconds, so that the
+        watchdog does not treat the missing progress as a stall."""
         self.at_work += 1
         try:
-            with watch.phase(f"at work in {self.settings.name}", max(0.0, left_s) + NOTICED_S):
+            with watch.phase(f"at work in {self.settings.name}", max(0.0, left_s) + AGENT_GRACE_S):
                 yield
         finally:
             self.at_work -= 1
@@ -104,9 +104,9 @@ class Environments:
             if not started.cancelled():
                 started.set_result(process)
 
-        def on_end(_: UserProcess, how: str) -> None:
+        def on_end(_: UserProcess, reason: str) -> None:
             if not started.done():
-                started.set_exception(UserCodeStartError(how))
+                started.set_exception(UserCodeStartError(reason))
 
         process = None
         try:
@@ -115,26 +115,28 @@ class Environments:
         except (UserCodeStartError, OSError) as error:
             raise EnvironmentFailed(f"no process for the environment: {error}") from error
         except asyncio.CancelledError:
-            # It may be ready by now, and nothing else would hold or end it.
+            # The process may be ready by now, and no other code has a reference that could end it.
             if process is not None:
                 process.kill()
             raise
 
     def closing(self, close: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `close` as a task that survives a cancelled caller, but not the end of the pool."""
+        """Run `close` as a task that continues if its caller is cancelled. The pool's own `close`
+        cancels it."""
         task = asyncio.create_task(close)
-        # The event loop holds tasks weakly: without this reference it could vanish midway.
+        # The event loop keeps only weak references, so this one protects the running task.
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         return task
 
-    def put_back(self, process: UserProcess) -> None:
+    def release(self, process: UserProcess) -> None:
+        """Return a process to the pool, and its slot to a waiting sample."""
         if not process.killed:
             self._idle.append(process)
-        self._room.release()
+        self._slots.release()
 
     def close(self) -> None:
-        """Kill all processes."""
+        """Kill all processes and cancel all pending `close` calls."""
         for task in self._closing:
             task.cancel()
         self._idle.clear()
@@ -142,7 +144,8 @@ class Environments:
 
 
 class EnvironmentSession:
-    """The environment of one sample: call `reset` once, then `step`; always call `close`."""
+    """Environment of one sample. Call `reset` once, then `step` for each turn, and always
+    `close`."""
 
     def __init__(self, pool: Environments, process: UserProcess) -> None:
         self._pool, self._process = pool, process
@@ -155,12 +158,12 @@ class EnvironmentSession:
         return Step(**await self._call("step", response))
 
     async def run(self, prompt: Prompt, base_url: str) -> float:
-        """Return the reward of an agent's whole run; replaces `reset` and `step`."""
+        """Run an agent and return its reward. Replaces `reset` and `step`."""
         return float(await self._call("run", (prompt, base_url)))
 
     async def close(self) -> None:
         """Close the environment and return its process to the pool. A cancelled task does not wait
-        for the environment's own `close`."""
+        for the `close` method of the environment."""
         closing = self._pool.closing(self._close())
         task = asyncio.current_task()
         if task is None or not task.cancelling():
@@ -171,20 +174,20 @@ class EnvironmentSession:
             if not self._process.calls and not self._process.killed:
                 await self._call("close", None)
         except EnvironmentFailed:
-            pass  # the sample is complete
+            pass  # The sample is already complete.
         finally:
-            # A call is still running: its task was cancelled, and its late answer must not reach
-            # the next sample.
+            # The task of a pending call was cancelled. Its late result must not reach the next
+            # sample, so the process is killed.
             if self._process.calls:
                 self._process.kill()
-            # In every case, as it also returns the place in the pool.
-            self._pool.put_back(self._process)
+            # In every case, because this also releases the slot in the pool.
+            self._pool.release(self._process)
 
     async def _call(self, method: str, argument: Any) -> Any:
         process, settings = self._process, self._pool.settings
         if process.killed:
             raise EnvironmentFailed("its process has ended")
-        # An agent waits for the model for most of its run; `working_alone` marks the rest.
+        # An agent mostly waits for the model; `working_alone` marks the rest of its run.
         kind: watch.ActivityKind = "wait" if method == "run" else "work"
         name = f"{method} of the environment {settings.name}"
         try:
@@ -206,7 +209,8 @@ class EnvironmentSession:
 
 
 def _without_proxy() -> dict[str, str]:
-    """Return environment variables that exempt the endpoint on this machine from a proxy."""
-    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    names = ",".join(one for one in (known, "127.0.0.1", "localhost") if one)
+    """Return environment variables that exclude the loopback address, and so the endpoint, from a
+    proxy."""
+    exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    names = ",".join(one for one in (exempt, "127.0.0.1", "localhost") if one)
     return {"no_proxy": names, "NO_PROXY": names}

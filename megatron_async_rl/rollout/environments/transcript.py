@@ -1,19 +1,21 @@
-"""Transcript of one sample of several turns: tokens of the model, with tokens of the environment in
-between. `FollowUps` convert the environment's content to the tokens that the model reads next.
+"""Transcript of a multi-turn sample: tokens of the model and, between them, tokens of the
+environment. `FollowUps` convert the content of the environment to the tokens that the model reads
+next.
 
     prompt | opening | turn 1 | content | turn 2 | content | turn 3
-          mask 0         1         0        1         0        1      (the prompt has the opening)
+          mask 0         1         0        1         0        1
 
-An agent at the endpoint may start another segment instead of continuing: an independent sequence.
-The first segment's prompt is the sample's prompt; prompts of further segments become contexts with
-mask 0.
+The opening is part of the prompt. An agent at the endpoint may start another segment, an
+independent sequence, instead of continuing. The prompt of the first segment is the prompt of the
+sample. The prompt of each further segment becomes a context with mask 0 among the response tokens.
 
 Invariants:
 - token in, token out: the model reads exactly the tokens that the segment holds; sampled tokens are
-  never tokenized again. Only the environment's content is tokenized, and rendering it must not
+  never tokenized again. Only content of the environment is tokenized, and its rendering must not
   change the text before it;
-- sampled tokens keep the log-prob, version and experts of their sampling. Tokens of an environment
-  have log-prob 0, mask 0 and the version of the token before them (a context: of the token after);
+- sampled tokens keep the log-prob, version and experts with which they were sampled. Tokens of the
+  environment have log-prob 0, mask 0 and the version of the preceding token; the tokens of a
+  context have the version of the following token;
 - a segment ends with a turn of the model. Content that the model never reads is only in the text;
 - opening, turns and content together have at most `rollout.sampling.max_tokens` tokens per segment,
   so a segment is no longer than any other sample of the run.
@@ -37,8 +39,8 @@ from megatron_async_rl.rollout.environments import Message, Step, TurnContent
 from megatron_async_rl.samples.types import FinishReason, PartialResponse, Prompt
 
 FIX = (
-    "set data.chat_template to a template that renders a message alike at every position, change"
-    " data.chat_template_options, or set rollout.environment.format: text"
+    "set data.chat_template to a template that renders a message identically at every position,"
+    " change data.chat_template_options, or set rollout.environment.format: text"
 )
 
 
@@ -55,45 +57,51 @@ class FollowUps(Protocol):
 
 
 class PlainText:
-    """Content as plain text, without a chat template."""
+    """Conversion of content as plain text, without a chat template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def opened(self, prompt: Prompt, content: TurnContent) -> Prompt:
-        text = shown(content)
+        text = text_of(content)
         ids = self._tokenizer.encode(text, special_tokens=False)
         return replace(prompt, text=prompt.text + text, token_ids=(*prompt.token_ids, *ids))
 
     def between(self, sampled: Sequence[int], content: TurnContent) -> list[int]:
-        return self._tokenizer.encode(shown(content), special_tokens=False)
+        return self._tokenizer.encode(text_of(content), special_tokens=False)
 
 
 QUESTION: Message = {"role": "user", "content": "Q"}
 ANSWER: Message = {"role": "assistant", "content": "A7A"}
-"""Stand-ins for the earlier conversation: an answer that a template has no reason to change."""
+"""Placeholders for the earlier conversation. No template should have a reason to change the
+answer."""
 
 
 class EpisodeMessages:
-    """Content as chat messages: the text that the template adds after an answer. Raises DataError
-    for a template that renders earlier messages differently once others follow."""
+    """Conversion of content as chat messages, to the text that the chat template appends. Raises
+    DataError for a template that renders a message differently when another message follows."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._prompted = tokenizer.render_chat([QUESTION], answer=False)
-        self._begun = tokenizer.render_chat([QUESTION], answer=True)
-        if not self._begun.startswith(self._prompted) or self._begun == self._prompted:
+        self._question = tokenizer.render_chat([QUESTION], answer=False)
+        self._answer_start = tokenizer.render_chat([QUESTION], answer=True)
+        if (
+            not self._answer_start.startswith(self._question)
+            or self._answer_start == self._question
+        ):
             what = "has a chat template that does not mark the beginning of an answer"
             raise DataError("model.path", None, what, FIX)
-        # Cut from the end of the prompt in `opened`, and written again behind the opening.
-        self._begin = tokenizer.encode_rendered(self._begun[len(self._prompted) :])
-        # A trial, so that an unsuitable template is refused before any sample.
-        self._after(self._begun + str(ANSWER["content"]), [QUESTION, ANSWER], "Q")
+        # `opened` removes these tokens from the end of the prompt and appends them to the opening.
+        self._generation_prompt = tokenizer.encode_rendered(
+            self._answer_start[len(self._question) :]
+        )
+        # A trial, so that an unsuitable template raises before any sample.
+        self._after(self._answer_start + str(ANSWER["content"]), [QUESTION, ANSWER], "Q")
 
     def opened(self, prompt: Prompt, content: TurnContent) -> Prompt:
-        text = self._after(self._prompted, [QUESTION], content)
-        cut = len(prompt.token_ids) - len(self._begin)
-        if cut < 0 or list(prompt.token_ids[cut:]) != self._begin:
+        text = self._after(self._question, [QUESTION], content)
+        cut = len(prompt.token_ids) - len(self._generation_prompt)
+        if cut < 0 or list(prompt.token_ids[cut:]) != self._generation_prompt:
             raise DataError(
                 "the prompt",
                 None,
@@ -105,21 +113,21 @@ class EpisodeMessages:
         return replace(prompt, text=prompt.text + text, token_ids=(*prompt.token_ids[:cut], *ids))
 
     def between(self, sampled: Sequence[int], content: TurnContent) -> list[int]:
-        before = self._begun + str(ANSWER["content"])
+        before = self._answer_start + str(ANSWER["content"])
         ids = self._tokenizer.encode_rendered(self._after(before, [QUESTION, ANSWER], content))
-        # The model may have sampled the end of its turn, which must not appear twice.
+        # The model may have sampled the end-of-turn token, which must not appear twice.
         ended = sampled[-1] in self._tokenizer.eos_ids and ids[:1] == [sampled[-1]]
         return ids[1:] if ended else ids
 
     def _after(self, before: str, messages: Sequence[Message], content: TurnContent) -> str:
         more = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-        # Difference of two renderings: the suffix alone is tokenized, so the sampled tokens stay.
+        # Only the suffix is tokenized, so that the sampled tokens stay unchanged.
         whole = self._tokenizer.render_chat([*messages, *more], answer=True)
         if not whole.startswith(before):
             raise DataError(
                 "model.path",
                 None,
-                "has a chat template that renders earlier messages differently once another"
+                "has a chat template that renders earlier messages differently when another"
                 f" follows: {whole!r} does not begin with {before!r}. Trained tokens would differ"
                 " from sampled tokens",
                 FIX,
@@ -133,14 +141,16 @@ def follow_ups(settings: EnvironmentConfig, tokenizer: Tokenizer) -> FollowUps:
     return EpisodeMessages(tokenizer) if settings.format == "chat" else PlainText(tokenizer)
 
 
-def shown(content: TurnContent) -> str:
+def text_of(content: TurnContent) -> str:
+    """Return the text of content; messages are concatenated."""
     return content if isinstance(content, str) else "".join(str(one["content"]) for one in content)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Tokens of one request to the model. `tokens`: with the experts of every token since those
-    recorded before, except the last token. `text`: without special tokens."""
+    """Tokens of one request to the model. `tokens`: sampled tokens, with the routed experts of
+    every token that was not recorded before, except the last token. `text`: text without special
+    tokens."""
 
     tokens: PartialResponse
     text: str
@@ -149,9 +159,10 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRequest:
-    """A turn to be sampled. `ids`: tokens that the model reads. `begun`: number of tokens of the
-    sample so far, unique per turn. `maximum`: maximum tokens of the turn. `read`: number of `ids`
-    whose experts are recorded. `stop`: strings that end the turn, in addition to the run's."""
+    """Request for one turn. `ids`: tokens that the model reads. `begun`: number of tokens of the
+    sample so far, which is unique per turn. `maximum`: maximum number of tokens of the turn.
+    `read`: number of `ids` whose experts are already recorded. `stop`: strings that end the turn,
+    in addition to the stop strings of the run."""
 
     ids: Sequence[int]
     begun: int
@@ -173,29 +184,29 @@ class TranscriptSegment:
         self.masks: list[NDArray[np.uint8]] = []
         self.rewards: list[float] = []
         self.ends: list[int] = []
-        """Position of each turn's last token after the prompt."""
+        """Position of the last token of each turn, counted from the end of the prompt."""
         self.text: list[str] = []
         self.length = 0
         """Number of tokens after the prompt."""
 
     def take_turn(self, turn: Turn, content: Sequence[int] = ()) -> None:
-        """Append a turn, preceded by `content`, tokens of the environment."""
+        """Append `content`, which are tokens of the environment, and then the turn."""
         if content:
             self.put(content, int(self.parts[-1].versions[-1]))
         self.turns.append(turn)
         self._append(turn.tokens, 1)
         self.ends.append(self.length - 1)
-        # `take_step` adds the reward of this turn, once the environment has answered.
+        # `take_step` adds the reward of this turn when the environment has responded.
         self.rewards.append(0.0)
         self.text.append(turn.text)
 
     def take_step(self, step: Step) -> None:
-        """Record the answer to the last turn."""
+        """Record the environment's response to the last turn."""
         self.rewards[-1] += step.reward
         if not step.train:
-            # The last part is the turn itself: content is appended with the next turn.
+            # The last part is the turn itself, because content is appended with the next turn.
             self.masks[-1][:] = 0
-        content = shown(step.observation)
+        content = text_of(step.observation)
         if content or step.reward:
             reward = f", reward {step.reward:g}" if step.reward else ""
             self.text.append(f"[environment{reward}] {content}".rstrip())
@@ -203,7 +214,7 @@ class TranscriptSegment:
     def put(self, content: Sequence[int], version: int) -> None:
         """Append tokens that were not sampled."""
         # Mask 0: the policy did not choose these tokens, so no gradient may flow from them.
-        self._append(words_of(content, version), 0)
+        self._append(unsampled(content, version), 0)
 
     def _append(self, tokens: PartialResponse, mask: int) -> None:
         self.parts.append(tokens)
@@ -221,12 +232,12 @@ class TranscriptSegment:
     @property
     def read(self) -> int:
         """Number of tokens whose experts are recorded."""
-        # Without the last token of a turn: the model samples it, and reads it only next time.
+        # Without the last token of a turn, which the model has sampled but not read yet.
         return len(self.prompt.token_ids) + self.ends[-1] if self.ends else 0
 
 
-def words_of(ids: Sequence[int], version: int) -> PartialResponse:
-    """Return tokens that were not sampled, with log-prob 0."""
+def unsampled(ids: Sequence[int], version: int) -> PartialResponse:
+    """Return tokens that were not sampled, with log-prob 0 and `version`."""
     return PartialResponse(
         response_ids=np.asarray(ids, dtype=np.int32),
         behavior_logprobs=np.zeros(len(ids), dtype=np.float32),
@@ -235,18 +246,18 @@ def words_of(ids: Sequence[int], version: int) -> PartialResponse:
 
 
 class Transcript:
-    """The sample so far: its segments in the order of their start. Each segment but the first is
-    preceded by its prompt."""
+    """Sample in progress: its segments in the order in which they began. The prompt of each further
+    segment precedes that segment."""
 
     def __init__(self, requested: Prompt) -> None:
         self.requested = requested
-        """The request's prompt; the first segment's prompt replaces it."""
+        """Prompt of the request. The prompt of the first segment replaces it in the sample."""
         self.segments: list[TranscriptSegment] = []
         self.turns: list[Turn] = []
         """Turns of all segments, in the order of sampling."""
         self.truncated = False
         self.measured: Counter[str] = Counter()
-        """Sums of the environment's measurements, by name."""
+        """Sums of the environment's measurements by name."""
 
     def room(self, segment: TranscriptSegment, max_tokens: int) -> int:
         """Return the number of tokens that may be appended to the segment."""
@@ -261,7 +272,8 @@ class Transcript:
         maximum: int,
         stop: Sequence[str] = (),
     ) -> Turn:
-        """Sample the segment's next turn, of at most `maximum` tokens, up to a string of `stop`."""
+        """Sample the next turn of the segment: at most `maximum` tokens, up to a string of
+        `stop`."""
         further = segment not in self.segments
         context = len(segment.prompt.token_ids) if further and self.segments else 0
         begun = self.length + context + len(content)
@@ -269,7 +281,7 @@ class Transcript:
         turn = await sample(
             TurnRequest(ids=ids, begun=begun, maximum=maximum, read=segment.read, stop=stop)
         )
-        # After sampling: an aborted turn must not leave an empty segment.
+        # Only after sampling: an aborted turn must not leave an empty segment.
         if further:
             self.segments.append(segment)
         segment.take_turn(turn, content)
@@ -277,7 +289,8 @@ class Transcript:
         return turn
 
     def give_up(self, token: int, version: int) -> None:
-        """Complete a sample without a turn by one `token` with mask 0: every sample has a token."""
+        """Complete a sample that has no turn with one `token` of mask 0, because every sample has a
+        token."""
         segment = TranscriptSegment(self.requested)
         segment.put([token], version)
         self.segments.append(segment)
@@ -304,7 +317,8 @@ class Transcript:
 
     @property
     def _starts(self) -> list[int]:
-        """Start of each segment among the response tokens, its context included; then the end."""
+        """Position of each segment among the response tokens, where its context begins; then the
+        number of response tokens."""
         starts, end = [], 0
         for segment in self.segments:
             starts.append(end)
@@ -318,7 +332,7 @@ class Transcript:
 
     @property
     def segment_starts(self) -> NDArray[np.int32] | None:
-        """Starts of the segments after the first, as in Sample."""
+        """Positions of the segments after the first (Sample.segment_starts)."""
         starts = self._starts[1:-1]
         return np.array(starts, dtype=np.int32) if starts else None
 
@@ -328,9 +342,9 @@ class Transcript:
         parts: list[PartialResponse] = []
         for segment in self.segments:
             if parts:
-                # The first turn read this context, with the weights of that version.
+                # The first turn of the segment read this context with the weights of that version.
                 version = int(segment.parts[0].versions[0])
-                parts.append(words_of(segment.prompt.token_ids, version))
+                parts.append(unsampled(segment.prompt.token_ids, version))
             parts += segment.parts
         turns = [turn for segment in self.segments for turn in segment.turns]
         experts = [turn.tokens.routed_experts for turn in turns]
@@ -338,7 +352,7 @@ class Transcript:
             response_ids=np.concatenate([part.response_ids for part in parts]),
             behavior_logprobs=np.concatenate([part.behavior_logprobs for part in parts]),
             versions=np.concatenate([part.versions for part in parts]),
-            # Turns record only new tokens, so the concatenation has each token once.
+            # Each turn records only new tokens, so the concatenation has each token once.
             routed_experts=b"".join(one for one in experts if one) or None,
         )
 
@@ -352,18 +366,19 @@ class Transcript:
         return np.concatenate(masks)
 
     def rewards(self, last: float) -> tuple[float, NDArray[np.float32]]:
-        """Return the reward and its parts per token: a turn's reward at its last token, and `last`,
-        the reward function's, at the last token of the sample."""
+        """Return the total reward and the reward per token, of shape [response tokens]: each turn's
+        reward at the last token of the turn, and `last`, the value of the reward function, at the
+        last token of the sample."""
         starts = self._starts
         steps = np.zeros(starts[-1], dtype=np.float32)
-        every: list[float] = [last]
+        parts: list[float] = [last]
         for number, segment in enumerate(self.segments):
-            behind = starts[number] + len(segment.prompt.token_ids) * (number > 0)
-            steps[behind + np.array(segment.ends, dtype=np.int64)] = segment.rewards
-            every += segment.rewards
+            offset = starts[number] + len(segment.prompt.token_ids) * (number > 0)
+            steps[offset + np.array(segment.ends, dtype=np.int64)] = segment.rewards
+            parts += segment.rewards
         steps[-1] += last
-        # The parts are float32; where they add up to another value, theirs is reported, so that a
-        # reader of the log finds the sum that was trained.
-        total = math.fsum(every)
-        exact = float(np.sum(steps, dtype=np.float64))
-        return (total if math.isclose(total, exact, rel_tol=1e-6, abs_tol=1e-6) else exact), steps
+        # The rewards per token are float32. If their sum differs from the exact total, return their
+        # sum, so that the log shows the total that was trained.
+        total = math.fsum(parts)
+        summed = float(np.sum(steps, dtype=np.float64))
+        return (total if math.isclose(total, summed, rel_tol=1e-6, abs_tol=1e-6) else summed), steps

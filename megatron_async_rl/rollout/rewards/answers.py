@@ -1,11 +1,11 @@
-"""Rewards that compare a response with its prompt's fields: an exact answer, or an expression of
-given numbers. mathematics.py has the reward that reads formulas.
+"""Rewards that compare a response with fields of its prompt: an exact answer, or an expression of
+given numbers. mathematics.py has the reward that parses formulas.
 
-- `arithmetic`: 1 if the response, stripped of white space, is the prompt's `answer`, else 0;
+- `arithmetic`: 1 if the response without surrounding white space is the prompt's `answer`, else 0;
 - `countdown`: 1 if the response is an expression that uses each of the prompt's `numbers` exactly
-  once and equals `target`. Stripped of white space, it must consist of whole decimal numbers
-  without a sign or leading zeros, binary + - * /, and parentheses;
-- `environment`: 0, since the reward is the sum of the turns' rewards of rollout.environment.
+  once and equals `target`, else 0. Apart from white space, an expression consists of whole decimal
+  numbers without sign and leading zeros, the binary operators + - * /, and parentheses;
+- `environment`: 0, because the reward is the sum of the rewards that rollout.environment returns.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from functools import partial
 from megatron_async_rl.rollout.rewards.registry import (
     BuiltInReward,
     ColumnError,
-    shown,
+    excerpt,
     text_field,
     whole_number,
 )
 from megatron_async_rl.samples.types import Prompt
 
 MAX_CHARACTERS = 256
-"""Maximum length of an expression. It also bounds the work and the nesting per response."""
+"""Maximum length of an expression, which also limits computation and nesting."""
 MAX_DIGITS = 9
-"""Maximum digits of one number, for the same reason."""
+"""Maximum digits of one number, which limits computation, too."""
 _TOKEN = re.compile(rf"0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}}|[-+*/()]")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
@@ -54,10 +54,10 @@ def countdown(prompt: Prompt, response: str, /) -> float:
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
-    """Return the value of an arithmetic expression and its numbers in order; None if the text is
-    not an expression, or divides by zero."""
-    # Two stacks (shunting-yard) instead of eval: a response must never run as code, and exact
-    # fractions never round 1/3 * 3.
+    """Return the value of an arithmetic expression, and its numbers in order; None if the text is
+    not an expression or divides by zero."""
+    # Two stacks (shunting-yard algorithm) instead of eval: a response must never run as code, and
+    # fractions are exact, so that 1/3 * 3 equals 1.
     tokens = _tokens(text.strip())
     if not tokens:
         return None
@@ -86,7 +86,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
             while (
                 operators
                 and operators[-1] != "("
-                # Equal precedence reduces first: 8 - 4 - 2 is (8 - 4) - 2.
+                # Operators of equal precedence associate to the left: 8 - 4 - 2 is (8 - 4) - 2.
                 and _PRECEDENCE[operators[-1]] >= _PRECEDENCE[token]
             ):
                 if not _apply(values, operators.pop()):
@@ -118,7 +118,7 @@ def _tokens(text: str) -> list[str] | None:
             return None
         tokens.append(match.group())
         position = match.end()
-        # `007` and numbers of more digits would otherwise split into several numbers.
+        # Otherwise, 007 and numbers with too many digits would split into several numbers.
         if match.group().isdigit() and text[position : position + 1].isdigit():
             return None
     return tokens
@@ -139,53 +139,54 @@ def _apply(values: list[Fraction], operator: str) -> bool:
 
 
 def _task(prompt: Prompt) -> tuple[list[int], int]:
-    """Return the prompt's numbers and target; 3.0 counts as 3, and either may be JSON text. Raises
-    ColumnError."""
+    """Return the prompt's numbers and target. 3.0 counts as 3, and both fields may be JSON text.
+    Raises ColumnError."""
     where = f"prompt {prompt.id}"
-    given, wanted = prompt.fields.get("numbers"), prompt.fields.get("target")
-    found = _read(given)
-    whole = [whole_number(one) for one in (found if isinstance(found, list) else [])]
+    given, given_target = prompt.fields.get("numbers"), prompt.fields.get("target")
+    parsed = _parsed(given)
+    whole = [whole_number(one) for one in (parsed if isinstance(parsed, list) else [])]
     numbers = [number for number in whole if number is not None]
     if not numbers or len(numbers) < len(whole):
         fix = "write a list of whole numbers, such as [3, 5, 7]"
-        raise ColumnError(where, "numbers", f"is {shown(given)}", fix)
-    target = whole_number(_read(wanted))
+        raise ColumnError(where, "numbers", f"is {excerpt(given)}", fix)
+    target = whole_number(_parsed(given_target))
     if target is None:
-        raise ColumnError(where, "target", f"is {shown(wanted)}", "write a whole number")
+        raise ColumnError(where, "target", f"is {excerpt(given_target)}", "write a whole number")
     return numbers, target
 
 
-def _read(value: object) -> object:
-    """Return the value of JSON text; any other value or text unchanged."""
+def _parsed(value: object) -> object:
+    """Return the value of JSON text. Any other value or text is returned unchanged."""
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(value) if isinstance(value, str) else value
     return value
 
 
 def _require_winnable(prompt: Prompt) -> None:
-    """Raise ColumnError for a row that no response can solve. Only cheap conditions are checked: a
-    target that passes may still be out of reach."""
+    """Raise ColumnError for a row that no response can solve. Only cheap conditions are checked, so
+    a target that passes may still be impossible."""
     numbers, target = _task(prompt)
     where = f"prompt {prompt.id}"
     if (minimum := min(numbers)) < 0:
-        what = f"holds {shown(minimum)}, and an expression has no negative numbers"
-        raise ColumnError(where, "numbers", what, "write numbers from 0, or remove the row")
+        what = f"has {excerpt(minimum)}, but an expression has no negative numbers"
+        raise ColumnError(where, "numbers", what, "write numbers of at least 0, or remove the row")
     if max(numbers) >= 10**MAX_DIGITS:
-        what = f"holds a number of more than {MAX_DIGITS} digits, the limit of an expression"
+        what = f"has a number of more than {MAX_DIGITS} digits, the limit of an expression"
         raise ColumnError(where, "numbers", what, "write smaller numbers, or remove the row")
     shortest = sum(len(str(number)) for number in numbers) + len(numbers) - 1
     if shortest > MAX_CHARACTERS:
         what = (
-            f"holds {len(numbers)} numbers: the shortest expression of them has {shortest}"
-            f" characters, of at most {MAX_CHARACTERS}"
+            f"has {len(numbers)} numbers, whose shortest expression has {shortest} characters; an"
+            f" expression has at most {MAX_CHARACTERS}"
         )
-        raise ColumnError(where, "numbers", what, "give the row fewer numbers, or remove it")
+        raise ColumnError(where, "numbers", what, "write fewer numbers, or remove the row")
 
-    # An operation on p/q and r/s gives a fraction whose terms sum to at most (p + q)(r + s).
+    # For p/q and r/s, each operation returns a fraction whose numerator and denominator add up to
+    # at most (p + q)(r + s).
     if abs(target) >= math.prod(number + 1 for number in numbers) or (
         len(numbers) <= 2 and target not in _results(numbers)
     ):
-        what = f"is {shown(target)}, which no expression of {shown(numbers)} equals"
+        what = f"is {excerpt(target)}, which no expression of {excerpt(numbers)} equals"
         raise ColumnError(where, "target", what, "correct the target, or remove the row")
 
 

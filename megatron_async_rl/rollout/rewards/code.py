@@ -1,11 +1,11 @@
 """The reward `code`: 1 if the response's code passes all `tests` of the prompt, else 0.
 
-Tests are pairs of input and output, for a program that reads and prints, or Python with `assert`,
-for functions (code_tests.py). Code and tests run in separate sandboxes (sandbox.py): expected
-outputs never enter the sandbox of the code, and an `assert` runs in a sandbox of its own, where
-stand-ins for the code's functions send arguments and receive plain values (code_stubs.py). So the
-code cannot pass a test by changing its own interpreter. A name that a test uses without importing
-it belongs to the code, like the tested function.
+A test is a pair of input and output, for a program that reads and prints, or Python with `assert`,
+for functions (code_tests.py). Code and tests run in separate sandboxes (sandbox.py), so that the
+code cannot pass a test by changing its own interpreter: expected outputs never enter the sandbox of
+the code, and an `assert` runs in a sandbox of its own, where stand-ins for the code's functions
+send arguments and receive plain values (code_stubs.py). If a test uses a name without importing it,
+the code defines that name, as it defines the tested function.
 
 Tests that accept a response without testing it are an error of the prompt, not a reward: tests in
 which no assertion ran, and tests that a response without code passes.
@@ -38,17 +38,18 @@ from megatron_async_rl.samples.types import Prompt
 
 _log = logging.getLogger(__name__)
 WALL_PER_CPU = 4
-"""Wall-clock seconds that a program may take per second of its CPU limit."""
-STARVED = 0.5
-"""Share of the available CPU time that programs must have received for a timeout to count."""
+"""Wall-clock seconds that a program may take for each second of its CPU limit."""
+MIN_CPU_SHARE = 0.5
+"""Share of the permitted CPU time that programs must have received; otherwise, a timeout is an
+error, not a wrong response."""
 PYTHON = ("python", "python3", "py")
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([\w+.#-]*)[^`]*")
 PASSED, FAILED, VACUOUS = "1", "0", "-"
-"""Verdicts of the tester. VACUOUS: passed without checking the code."""
-MAX_KNOWN = 4096
+"""Verdicts of the tester. VACUOUS: the test passed without checking the code."""
+MAX_DIGESTS = 4096
 _STUBS = Path(__file__).with_name("code_stubs.py")
-_rejecting_nothing: set[bytes] = set()
-"""Digests of tests that a response without code fails; at most MAX_KNOWN."""
+_sound_tests: set[bytes] = set()
+"""Digests of tests that a response without code fails; at most MAX_DIGESTS."""
 
 
 def code(
@@ -64,7 +65,7 @@ def code(
     isolation: Isolation = "namespaces",
 ) -> float:
     """Return 1.0 if the code passes all tests, else 0.0; with `partial`, the share of passed tests.
-    Raises ColumnError for tests that accept code without testing it."""
+    Raises ColumnError for tests that accept code without testing it, and ProgramsStarved."""
     tests: Any = tests_of(prompt)
     budget = _Budget(timeout_s, cpu_s)
     limits = Limits(
@@ -87,15 +88,16 @@ def code(
 
 
 class ProgramsStarved(RuntimeError):
-    """Programs that were computing ran out of time because the machine was too busy to run them, so
-    the response has no result."""
+    """Programs ran out of time because they received too little CPU time on a busy machine. The
+    response has no result."""
 
 
 class _Budget:
-    """Time limit of one call. A program that exceeds it is wrong, unless it was starved."""
+    """Time limit of one call. A program that exceeds it fails its test, unless the programs were
+    starved of CPU time."""
 
     def __init__(self, timeout_s: float, cpu_s: float) -> None:
-        # Less than the time limit of the call, after which the pool kills the process.
+        # Earlier than the time limit of the call, at which the pool kills the process.
         self._deadline = time.monotonic() + CODE_SHARE_OF_TIME * timeout_s
         self._cpu_s = cpu_s
         self._used_s = self._allowed_s = 0.0
@@ -106,10 +108,10 @@ class _Budget:
         return min(WALL_PER_CPU * self._cpu_s, self._deadline - time.monotonic())
 
     def count(self, ended: ProgramEnd) -> None:
-        """Add the CPU time of a program. Raises ProgramsStarved."""
+        """Add the CPU time of a program that has ended. Raises ProgramsStarved."""
         usage = ended.usage
         if ended.timed_out and not usage.computing:
-            return  # it slept, which is its own fault on any machine
+            return  # A program that sleeps exceeds its limit on any machine.
         allowed_s = min(self._cpu_s, usage.elapsed_s)
         self._allowed_s += allowed_s
         self._used_s += min(allowed_s, usage.cpu_s)
@@ -118,7 +120,7 @@ class _Budget:
 
     def require_fair(self) -> None:
         """Raise ProgramsStarved if the programs of this call received too little CPU time."""
-        if self._used_s < STARVED * self._allowed_s:
+        if self._used_s < MIN_CPU_SHARE * self._allowed_s:
             raise ProgramsStarved(
                 f"programs received {self._used_s:.2g} of {self._allowed_s:.2g} s of CPU time: the"
                 " machine is too busy"
@@ -126,8 +128,8 @@ class _Budget:
 
 
 def source_of(response: str) -> str:
-    """Return the last fenced block tagged as Python; otherwise the last block without a tag;
-    otherwise the whole response."""
+    """Return the last fenced block tagged as Python; without such a block, the last block without a
+    tag; without any of these, the whole response."""
     tagged, untagged = None, None
     lines = iter(response.splitlines(keepends=True))
     for line in lines:
@@ -152,16 +154,16 @@ def source_of(response: str) -> str:
 def _outputs(
     source: str, tests: Sequence[tuple[str, str]], limits: Limits, budget: _Budget
 ) -> Iterator[bool]:
-    for given, expected in tests:
-        # The tests share one time limit: an endless program must not use it once per test.
+    for stdin, expected in tests:
+        # The tests share one time limit, so that an endless program uses it only once.
         left_s = budget.left_s
         if left_s <= 0:
             budget.require_fair()
             yield False
             continue
-        ended = run(source, stdin=given, limits=replace(limits, wall_s=left_s))
+        ended = run(source, stdin=stdin, limits=replace(limits, wall_s=left_s))
         budget.count(ended)
-        # Compared here, outside of the sandbox: the code never sees `expected`.
+        # Compared outside of the sandbox, so that the code cannot read `expected`.
         yield ended.code == 0 and _lines(ended.output) == _lines(expected)
 
 
@@ -178,24 +180,24 @@ def _asserts(
     budget: _Budget,
     partial: bool,
 ) -> list[bool]:
-    """Return for each test whether the code passes it. Raises ColumnError for tests that accept it
-    without testing it."""
+    """Return one boolean per test: true if the code passes it. Without `partial`, the result is
+    [False] if any test fails. Raises ColumnError for tests that accept code without testing it."""
     verdicts = _verdicts(source, tests, entry_point, limits, budget)
     if FAILED in verdicts and not partial:
-        return [False]  # wrong even if other tests are vacuous
+        return [False]  # The code is wrong even if other tests are vacuous.
     if VACUOUS in verdicts:
         _refuse(prompt, tests, verdicts.index(VACUOUS), "passed, and no assertion ran in it")
 
-    # Run the tests without code once, when a response first passes: most sets never need it.
+    # When a response first passes, run its tests once without code. Most tests never need this.
     key = hashlib.sha256(repr((tests, entry_point)).encode(errors="surrogatepass")).digest()
-    if PASSED in verdicts and key not in _rejecting_nothing and (left_s := budget.left_s) > 0:
+    if PASSED in verdicts and key not in _sound_tests and (left_s := budget.left_s) > 0:
         limits = replace(limits, wall_s=left_s)
-        nothing = _verdicts("", tests, entry_point, limits, budget)
-        if accepted := [place for place, one in enumerate(nothing) if one != FAILED]:
+        without_code = _verdicts("", tests, entry_point, limits, budget)
+        if accepted := [place for place, one in enumerate(without_code) if one != FAILED]:
             _refuse(prompt, tests, accepted[0], "passes for a response without any code")
-        if len(_rejecting_nothing) >= MAX_KNOWN:
-            _rejecting_nothing.clear()
-        _rejecting_nothing.add(key)
+        if len(_sound_tests) >= MAX_DIGESTS:
+            _sound_tests.clear()
+        _sound_tests.add(key)
     return [one == PASSED for one in verdicts]
 
 
@@ -208,19 +210,19 @@ def _refuse(prompt: Prompt, tests: Sequence[str], place: int, what: str) -> NoRe
 def _verdicts(
     source: str, tests: Sequence[str], entry_point: str | None, limits: Limits, budget: _Budget
 ) -> str:
-    """Return one verdict per test, as written by the tester; tests without a verdict failed."""
+    """Return the tester's verdicts, one per test. A test without a verdict has failed."""
     stubs = _STUBS.read_text(encoding="utf-8")
     local, remote = socket.socketpair()
     with local, remote:
         serve = f"{stubs}\nserve({remote.fileno()}, {source!r})"
         test = f"{stubs}\ntest({local.fileno()}, {list(tests)!r}, {entry_point!r})"
-        # Each end of the pair is closed here once its sandbox has it: a side reads end of file when
-        # the other ends.
+        # This process closes each socket after passing it to a sandbox; otherwise, neither side
+        # would read end-of-file when the other side ends.
         with Sandbox(serve, limits=limits, passed=[remote.fileno()]) as server:
             remote.close()
             with Sandbox(test, limits=limits, passed=[local.fileno()]) as tester:
                 local.close()
-                # The tester alone decides. The server is killed with its sandbox.
+                # Only the tester decides. The server is killed together with its sandbox.
                 message = tester.wait(server)
                 budget.count(message)
     return message.output.ljust(len(tests), FAILED)
@@ -238,7 +240,7 @@ def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
             raise RewardError(f"{key}.isolation", f"programs cannot run: {error}", fix) from error
         raise RewardError(
             f"{key}.isolation",
-            f"this machine does not run programs in namespaces, which {isolation!r} needs: {error}",
+            f"this machine cannot run programs in namespaces, which {isolation!r} needs: {error}",
             "install bubblewrap (apt-get install bubblewrap) and allow user namespaces (in a"
             " container: --security-opt seccomp=unconfined or --cap-add SYS_ADMIN), or set"
             " isolation: rlimits, which leaves files readable to the code",

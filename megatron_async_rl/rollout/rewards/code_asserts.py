@@ -1,15 +1,16 @@
-"""Static analysis of Python tests with `assert`: which assertions run and depend on the code.
+"""Static analysis of Python tests with `assert`: find the assertions that run and depend on the
+code.
 
-The tester (code_stubs.py) runs a source, calls its functions `test...()` without arguments, and its
-`check(candidate)` with the entry point. A source that reaches no
-assertion passes for every response, even an empty one; it is refused before anything starts.
+The tester (code_stubs.py) runs a source, calls its functions `test...()` without arguments, and
+calls its `check(candidate)` with the entry point. A source that reaches no assertion passes for
+every response, even for an empty one, and must be refused before anything starts.
 
-No analysis decides this for every source, so there are two stages:
-- `prepared` refuses a source without a reachable assertion that may depend on the code. In doubt it
-  accepts: a name that is not known to hold a constant depends on the code;
-- it returns the source with marks after the assertions. With them the tester detects a test that
-  passes without running an assertion. code.py refuses such a test, and a test that passes without
-  code.
+Static analysis cannot decide this for every source, so there are two stages:
+- `prepared` refuses a source without a reachable assertion that may depend on the code. If in
+  doubt, it accepts the source: a name depends on the code unless it is known to be constant;
+- `prepared` returns the source with marks after the assertions. At run time, the marks show the
+  tester that a test passed without an assertion. code.py refuses such a test, and a test that
+  passes without code.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 ASSERTED, RAISED = "_mar_asserted", "_mar_raised"
-"""Functions that the marks call: an assertion ran; the code raised the expected exception."""
-JUDGES = frozenset(("isclose", "approx", "allclose", "array_equal", "deepcopy", "Counter"))
-"""Functions that a test compares with. Without an import, the code would define them."""
+"""Names of the functions that marks call: ASSERTED after an assertion, RAISED after an exception of
+the code."""
+COMPARISONS = frozenset(("isclose", "approx", "allclose", "array_equal", "deepcopy", "Counter"))
+"""Functions that tests use for comparisons. If a test does not import them, the code defines
+them."""
 _DYNAMIC = frozenset(("globals", "locals", "vars", "eval", "exec"))
-"""Functions that can reach a name of the code without containing it."""
+"""Functions that can access a name of the code that the source does not contain."""
 LIBRARIES = frozenset((*sys.stdlib_module_names, "np", "numpy", "pd", "pandas", "pytest"))
+"""Names of modules that a test must import if it uses them."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = Function | ast.ClassDef
@@ -37,12 +41,11 @@ _FOLDED = (
     *(ast.Constant, ast.UnaryOp, ast.Not, ast.USub, ast.BoolOp, ast.And, ast.Or, ast.Compare),
     *(ast.cmpop, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Load),
 )
-"""Nodes of expressions that are constant and cheap to evaluate."""
+"""Node types of expressions that are constant and cheap to evaluate."""
 
 
 class UnfitTest(ValueError):
-    """A test that cannot be used. `what`: completes a sentence that starts with the name of its
-    column."""
+    """A test cannot be used. `what`: predicate of a sentence whose subject is the column."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what, fix)
@@ -52,7 +55,7 @@ class UnfitTest(ValueError):
 @functools.lru_cache(maxsize=64)
 def prepared(source: str, entry_point: str | None) -> str:
     """Return `source` with marks after the assertions that depend on the code. Raises UnfitTest."""
-    # Positions of nodes count lines as Python splits them.
+    # ast also ends a line at a carriage return, and marks are placed by its line numbers.
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     try:
         tree = _small(ast.parse(source))
@@ -71,7 +74,7 @@ def prepared(source: str, entry_point: str | None) -> str:
 
 
 class _Analysis:
-    """Names of a source that depend on the code, and statements of it that run."""
+    """Analysis of a source: the names that depend on the code, and the statements that may run."""
 
     def __init__(self, tree: ast.Module, entry_point: str | None) -> None:
         self.tree, self.entry_point = tree, entry_point
@@ -94,21 +97,20 @@ class _Analysis:
         self._data = {name for names, _ in self._bindings for name in names}
         bound = self._data | self.imported | {one.name for one in self.scopes}
         bound |= {one.arg for one in nodes if isinstance(one, ast.arg)}
-        # Names that the source never binds must come from the code.
+        # The code must define every name that the source does not bind.
         self.free = {
             one.id for one in nodes if isinstance(one, ast.Name) and one.id not in bound
         } - set(dir(builtins))
-        # An argument may be the code's, like that of `check`.
+        # An argument may be a value of the code, like the argument of `check`.
         self.dependent = (
             self.free | _DYNAMIC | {one.arg for one in nodes if isinstance(one, ast.arg)}
         )
-        # An exception may come from the code.
+        # The exception that a handler binds may come from the code.
         self.dependent |= {
             one.name for one in nodes if isinstance(one, ast.ExceptHandler) if one.name
         }
         self._spread(nodes)
-        # Such an assertion tests the code even if it is `assert False`: the code decides if it
-        # runs.
+        # Under a condition that depends on the code, even `assert False` tests the code.
         self.guarded = {
             id(inner)
             for one in nodes
@@ -126,24 +128,26 @@ class _Analysis:
         )
 
     def tests_code(self, node: ast.Assert) -> bool:
-        """True if the outcome of the assertion may depend on the code."""
+        """Return True if the result of the assertion may depend on the code."""
         if isinstance(node.test, ast.Tuple) and node.test.elts:
-            return False  # `assert (x, y)` never fails
+            return False  # `assert (x, y)` never fails.
         return id(node) in self.guarded or self.depends([node.test])
 
     def _spread(self, nodes: Sequence[ast.AST]) -> None:
-        """Extend `dependent` by names assigned from dependent names, up to a fixed point."""
+        """Add to `dependent` the names that are assigned from dependent names, up to a fixed
+        point."""
         sources: list[tuple[set[str], list[ast.AST]]] = list(self._bindings)
         sources += [({one.name}, [*one.body, *one.decorator_list]) for one in self.scopes]
         for node in nodes:
-            if isinstance(node, ast.Call):  # it may change its arguments
+            # A call may change its arguments.
+            if isinstance(node, ast.Call):
                 sources.append((_names([node]) & self._data, [node]))
             elif isinstance(node, _BRANCHES):
                 inside = [one for names, _ in _bindings(ast.walk(node)) for one in names]
                 sources.append((set(inside), [*_decisions(node)]))
         reads = [(names, _names(of)) for names, of in sources if names]
         size = -1
-        # Assignments may stand in any order (loops, functions), so one pass does not suffice.
+        # Loops and functions run assignments in any order, so one pass does not suffice.
         while size < len(self.dependent):
             size = len(self.dependent)
             for names, read in reads:
@@ -151,20 +155,20 @@ class _Analysis:
                     self.dependent |= names
 
     def called(self, scope: Scope) -> bool:
-        """True for a function that the tester calls and whose body runs in that call."""
+        """Return True for a function that the tester calls and whose body runs in that call."""
         plain = isinstance(scope, ast.FunctionDef) and not _is_generator(scope)
         return plain and self.is_test(scope)
 
     def is_test(self, scope: Scope) -> bool:
-        """True for a function that the tester calls."""
+        """Return True for a function that the tester calls."""
         if not isinstance(scope, Function) or id(scope) in self._inner:
             return False
         has_entry = scope.name == "check" and self.entry_point is not None
         return scope.name.startswith("test") or has_entry
 
     def _reach(self) -> set[int]:
-        """Return the ids of statements that may run: statements of the module, of classes, and of
-        functions that the tester calls or a running statement names."""
+        """Return the ids of the statements that may run: statements of the module, of classes, and
+        of functions that the tester calls or that a running statement names."""
         running: set[int] = set()
         named: set[str] = set()
         entered: set[int] = set()
@@ -178,7 +182,7 @@ class _Analysis:
                     elif isinstance(one, ast.Attribute):
                         named.add(one.attr)
             bodies = []
-            # A function that is defined but never named is dead; special methods run unnamed.
+            # A function that no statement names does not run, except special methods.
             for scope in self.scopes:
                 if id(scope) not in running or id(scope) in entered:
                     continue
@@ -189,61 +193,61 @@ class _Analysis:
         return running
 
     def require_calls(self) -> None:
-        """Raise UnfitTest for a test that nothing calls, or that a call does not run."""
+        """Raise UnfitTest for a test that is never called, or whose body does not run in a call."""
         entered = {id(one) for one in self.scopes if id(one.body[0]) in self.running}
         for scope in self.scopes:
             if isinstance(scope, ast.ClassDef):
-                lost = [
+                uncalled = [
                     one.name
                     for one in scope.body
                     if isinstance(one, Function)
                     and one.name.startswith("test")
                     and id(one) not in entered
                 ]
-                if lost:
-                    what = f"has a class of tests, and nothing calls `{scope.name}.{lost[0]}`"
+                if uncalled:
+                    what = f"has a class of tests, and nothing calls `{scope.name}.{uncalled[0]}`"
                     fix = "write the tests as functions test...(), or as plain `assert`"
                     raise UnfitTest(what, fix)
         for scope in self.scopes:
             if not isinstance(scope, Function) or id(scope) in self._inner:
                 continue
             if scope.name == "check" and self.entry_point is None and id(scope) not in entered:
-                what = "defines check(candidate), and there is no `entry_point` to call it with"
-                raise UnfitTest(what, "give the row the name of the function as `entry_point`")
+                what = "defines check(candidate), and the row has no `entry_point` to call it with"
+                raise UnfitTest(what, "write the name of the tested function as `entry_point`")
             if not self.is_test(scope):
                 continue
             if id(scope) not in entered and not self.called(scope):
                 kind = "is `async`" if isinstance(scope, ast.AsyncFunctionDef) else "has a `yield`"
-                what = f"has the test `{scope.name}`, which {kind}: a call runs none of it"
+                what = f"has the test `{scope.name}`, which {kind}: a call does not run it"
                 raise UnfitTest(what, "write it as a plain function")
-            wanted = 1 if scope.name == "check" else 0
-            if not _takes(scope.args, wanted):
-                with_ = "the tested function alone" if wanted else "no argument"
+            count = 1 if scope.name == "check" else 0
+            if not _takes(scope.args, count):
+                passed = "the tested function as its only argument" if count else "no argument"
                 what = (
-                    f"has `{scope.name}({ast.unparse(scope.args)})`, which is called with {with_}"
+                    f"has `{scope.name}({ast.unparse(scope.args)})`, which is called with {passed}"
                 )
                 raise UnfitTest(what, "change its parameters, or write plain `assert`")
 
     def require_imports(self) -> None:
         """Raise UnfitTest for an import that fails in the tester, and for a library that the source
-        uses without importing it: the code could define it and so decide the comparison."""
+        uses without importing it: the code could define the library and decide the comparison."""
         for one in _imports(self.tree):
             name = one.names[0].name if isinstance(one, ast.Import) else one.module or ""
             if (isinstance(one, ast.ImportFrom) and one.level) or (
                 name.partition(".")[0] not in sys.stdlib_module_names
             ):
-                what = f"imports {name or '.'}, and a sandbox has only Python's standard library"
-                fix = "remove the import: functions of the code are available by name"
+                what = f"imports {name or '.'}, but the sandbox has only Python's standard library"
+                fix = "remove the import; functions of the code are available by name"
                 raise UnfitTest(what, fix)
         used = {
             one.value.id
             for one in ast.walk(self.tree)
             if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)
         }
-        lacking = (self.free & ((used & LIBRARIES) | JUDGES)) - {self.entry_point}
-        if lacking:
-            name = min(lacking)
-            what = f"uses `{name}` without importing it: the code could replace it"
+        missing = (self.free & ((used & LIBRARIES) | COMPARISONS)) - {self.entry_point}
+        if missing:
+            name = min(missing)
+            what = f"uses `{name}` without importing it, so the code could define it"
             raise UnfitTest(what, f"import {name} in the test")
 
     def require_assertion(self) -> None:
@@ -262,16 +266,17 @@ class _Analysis:
             raise UnfitTest(what, fix)
         first = self.asserts[0]
         owner = next((one for one in reversed(self.scopes) if first in ast.walk(one)), None)
-        what = f"has an `assert` in line {first.lineno} that is never run"
+        what = f"has an `assert` in line {first.lineno} that never runs"
         if owner is not None and id(owner.body[0]) not in self.running:
             what += f": nothing calls `{owner.name}`"
         raise UnfitTest(what, "write it as a plain statement, or in a function test...()")
 
 
 def _marked(source: str, analysis: _Analysis) -> str:
-    """Return `source` with marks: after each assertion that depends on the code, before each
-    decision to fail (`if f(1) != 2: raise ...`), and in handlers of an expected exception."""
-    # Column offsets of nodes count UTF-8 bytes.
+    """Return `source` with marks after each assertion that depends on the code, before each
+    statement that decides to fail (`if f(1) != 2: raise ...`), and in handlers of an expected
+    exception."""
+    # Column offsets of ast nodes are offsets in UTF-8 bytes.
     lines = [line.encode() for line in source.split("\n")]
     marks: dict[tuple[int, int], bytes] = {}
     for node in ast.walk(analysis.tree):
@@ -280,7 +285,7 @@ def _marked(source: str, analysis: _Analysis) -> str:
             assert node.end_col_offset is not None
             marks[node.end_lineno, node.end_col_offset] = f"; {ASSERTED}()".encode()
         elif isinstance(node, ast.If | ast.Match) and analysis.depends(_decisions(node)):
-            # A statement cannot stand between `if` and `elif`; the mark of the `if` covers both.
+            # No statement can precede an `elif`, so the mark before its `if` covers both.
             is_elif = lines[node.lineno - 1].startswith(b"elif", node.col_offset)
             if not is_elif and any(_fails(block) for block in _blocks(node)):
                 _mark_before(marks, lines, node, ASSERTED)
@@ -289,10 +294,10 @@ def _marked(source: str, analysis: _Analysis) -> str:
             if _fails(one for part in block for one in ast.walk(part)):
                 for handler in node.handlers:
                     _mark_before(marks, lines, handler.body[0], RAISED)
-    # From the end, so that earlier positions stay valid.
+    # From the end of the source, so that earlier positions stay valid.
     for (line, column), text in sorted(marks.items(), reverse=True):
-        found = lines[line - 1]
-        lines[line - 1] = found[:column] + text + found[column:]
+        marked = lines[line - 1]
+        lines[line - 1] = marked[:column] + text + marked[column:]
     return b"\n".join(lines).decode()
 
 
@@ -302,14 +307,14 @@ def _mark_before(
     decorators = getattr(node, "decorator_list", [])
     line = min(one.lineno for one in (node, *decorators))
     before = lines[line - 1][: node.col_offset]
-    # On a line of its own if possible: a compound statement cannot follow `;`.
+    # On a separate line if possible, because a compound statement cannot follow `;`.
     ends = b"\n" + before if not before.strip() else b"; "
     key = (line, node.col_offset)
     marks[key] = f"{name}()".encode() + ends + marks.get(key, b"")
 
 
 def _fails(nodes: Iterable[ast.AST]) -> bool:
-    """True if one of the statements always fails: `raise`, `assert False`."""
+    """Return True if one of the statements always fails: `raise` or `assert False`."""
     return any(
         isinstance(one, ast.Raise) or (isinstance(one, ast.Assert) and _folded(one.test) is False)
         for one in nodes
@@ -323,8 +328,8 @@ def _blocks(node: ast.If | ast.Match) -> list[list[ast.stmt]]:
 
 
 def _small(node: ast.AST) -> ast.AST:
-    """Return the tree with every container of constants replaced by its truth value: a test may
-    hold megabytes of them, and the analysis reads only names and calls."""
+    """Return the tree with every container of constants replaced by its truth value. A test may
+    have megabytes of constants, and the analysis reads only names and calls."""
     for name, value in ast.iter_fields(node):
         if isinstance(value, list):
             value[:] = [_small(one) if isinstance(one, ast.AST) else one for one in value]
@@ -370,7 +375,7 @@ def _bindings(nodes: Iterable[ast.AST]) -> Iterator[tuple[set[str], list[ast.AST
                 continue
             case _:
                 continue
-        # `a[0] = x` and `a.b = x` change `a`, so every name in the target counts.
+        # `a[0] = x` and `a.b = x` also change `a`, so yield every name in the target.
         yield (
             {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)},
             sources,
@@ -392,7 +397,7 @@ def _decisions(node: ast.AST) -> list[ast.AST]:
 
 
 def _own(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Yield the parts of a statement that run with it. Nested statements are visited separately."""
+    """Yield the parts of a statement that run with it, without nested statements."""
     if isinstance(statement, Function):
         yield from (*statement.decorator_list, *statement.args.defaults)
         return
@@ -404,7 +409,7 @@ def _own(statement: ast.stmt) -> Iterator[ast.AST]:
 
 
 def _taken(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a block, and of its nested blocks, that may run."""
+    """Yield the statements of a block and of its nested blocks that may run."""
     for statement in body:
         yield statement
         match statement:
@@ -425,14 +430,14 @@ def _taken(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             case ast.Match():
                 for case in statement.cases:
                     yield from _taken(case.body)
-            # Statements after it in this block are dead.
+            # Statements that follow in this block never run.
             case ast.Return() | ast.Raise() | ast.Break() | ast.Continue():
                 return
 
 
 def _folded(node: ast.expr) -> bool | None:
-    """Truth value of a constant expression; None for any other."""
-    # No names, calls or powers: `eval` can neither reach code nor take long.
+    """Return the truth value of a constant expression; None for any other expression."""
+    # Without names, calls and powers, `eval` can neither reach code nor take long.
     if not all(isinstance(one, _FOLDED) for one in ast.walk(node)):
         return None
     try:
@@ -442,7 +447,7 @@ def _folded(node: ast.expr) -> bool | None:
 
 
 def _imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield the imports that must succeed: imports outside of any `try`."""
+    """Yield the imports that must succeed, which are those outside of any `try`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -455,7 +460,7 @@ def _names(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _is_generator(function: Function) -> bool:
-    """True if the function has a `yield` of its own."""
+    """Return True if the function itself has a `yield`."""
     rest: list[ast.AST] = [*function.body]
     while rest:
         node = rest.pop()
@@ -466,10 +471,10 @@ def _is_generator(function: Function) -> bool:
     return False
 
 
-def _takes(parameters: ast.arguments, wanted: int) -> bool:
-    """True if a call with `wanted` positional arguments fits."""
+def _takes(parameters: ast.arguments, count: int) -> bool:
+    """Return True if a function with these parameters accepts `count` positional arguments."""
     positional = len(parameters.posonlyargs) + len(parameters.args)
     required = positional - len(parameters.defaults)
     keywords = any(default is None for default in parameters.kw_defaults)
-    fits = required <= wanted and (wanted <= positional or parameters.vararg is not None)
+    fits = required <= count and (count <= positional or parameters.vararg is not None)
     return fits and not keywords

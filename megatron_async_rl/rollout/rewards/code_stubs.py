@@ -1,20 +1,22 @@
-"""Two sides of a test with `assert`, each in a sandbox of its own (code.py).
+"""The two sides of a test with `assert`. Each side runs in a sandbox of its own (code.py).
 
     test(...)                          serve(...)
     assert f([1, 2]) == 3  --call-->   f([1, 2]) of the response's code
                            <--value--
 
 Invariants:
-- only plain values cross. Any other value stays with the code, under a number. Its stand-in
-  supports calls, iteration, attributes and items, but no comparison, so the code cannot decide what
-  equals what. A value of a subclass, such as a Counter, crosses as its plain base: the base
-  compares, and the code answers only for attributes that the base lacks;
-- each test starts with fresh names of the code. The code cannot replace built-in names of Python,
-  nor a function that the test defines;
-- each verdict is written when its test ends, so a test that hangs leaves earlier verdicts intact;
-- a test that passes without checking the code is distinguished from a pass.
+- only plain values are copied to the tester. Any other value stays with the code and has a number.
+  The tester receives a stand-in that supports calls, iteration, attributes and items, but no
+  comparison, so that the code cannot decide which values are equal. A value of a subclass, such as
+  a Counter, is copied as a value of its plain base class: comparisons use the base class, and only
+  attributes that the base class lacks are requested from the code;
+- each test starts with fresh copies of the code's names. The code can replace neither built-in
+  names of Python nor a function that the test defines;
+- each verdict is written when its test ends, so that a test that hangs does not affect earlier
+  verdicts;
+- a test that passes without checking the code has a verdict of its own.
 
-Runs without this package.
+This file runs without the package: its text is the beginning of both programs.
 """
 
 import builtins
@@ -26,17 +28,17 @@ import socket
 import sys
 from typing import Any
 
-LONGEST = 1 << 22
-LONGEST_NAME = 1 << 16
+MAX_MESSAGE = 1 << 22
+MAX_INITIAL = 1 << 16
 """Maximum characters of a message, and of the initial value of one name."""
-MOST = 100_000
-"""Maximum items of an iteration: the code may return an endless generator."""
+MAX_ITEMS = 100_000
+"""Maximum items of an iteration, because the code may return an endless generator."""
 CODE_NAME = "program.py"
 
 
-WORD = 1 << 63
-"""Bound of integers written in decimal. Larger ones are hexadecimal: decimal digits take quadratic
-time."""
+MAX_DECIMAL = 1 << 63
+"""Limit of integers that are written in decimal. Larger integers are hexadecimal, because the
+conversion to decimal digits takes quadratic time."""
 
 
 class TooLong(Exception):
@@ -44,16 +46,16 @@ class TooLong(Exception):
 
 
 class Encoder:
-    """Encoder of values as JSON. `keep`: returns the number of a value that is not of a plain
-    class, or None if it has none on this side. `room`: limit on characters."""
+    """Encoder of values as JSON. `keep`: function that returns the number of a value whose class is
+    not plain, or None if the value has no number on this side. `limit`: maximum characters."""
 
-    def __init__(self, keep: Any, room: int) -> None:
-        self._keep, self._room = keep, room
+    def __init__(self, keep: Any, limit: int) -> None:
+        self._keep, self._left = keep, limit
 
     def encode(self, value: Any) -> Any:
         if value is None or type(value) in (bool, float):
             return self._within(value, 1)
-        # bool is a subclass of int, and is handled above.
+        # bool, a subclass of int, is encoded above.
         for kind in (int, str, list, tuple, set, frozenset, dict, bytes, bytearray, float, complex):
             if isinstance(value, kind):
                 plain = self._plain(kind, value)
@@ -61,16 +63,16 @@ class Encoder:
                 return plain if number is None else {"like": [plain, number]}
         number = self._keep(value)
         if number is None:
-            raise TypeError(f"a {type(value).__name__} cannot be given to the code")
+            raise TypeError(f"a {type(value).__name__} cannot be passed to the code")
         return self._within({"object": number}, 1)
 
     def _plain(self, kind: Any, value: Any) -> Any:
-        """Encode a value by the methods of its built-in class `kind`; a subclass may have
-        overridden its own."""
+        """Encode a value with the methods of its built-in class `kind`, because a subclass may
+        override them."""
         if kind is int:
-            # `kind.method(value)` instead of `value.method()`: a subclass cannot fake its value.
+            # `kind.method(value)`, not `value.method()`, so that a subclass cannot fake its value.
             value = int.__index__(value)
-            short = -WORD < value < WORD
+            short = -MAX_DECIMAL < value < MAX_DECIMAL
             self._within(None, value.bit_length() // 3 + 1)
             return value if short else {"i": hex(value)}
         if kind is str:
@@ -83,20 +85,21 @@ class Encoder:
         if kind in (bytes, bytearray):
             return {kind.__name__: kind.hex(value)}
         if kind is dict:
-            # The order of `value.items()`: an OrderedDict has its own order.
+            # `value.items()`, because an OrderedDict has an order of its own.
             return {"dict": [[self.encode(k), self.encode(v)] for k, v in value.items()]}
         return {kind.__name__: [self.encode(one) for one in kind.__iter__(value)]}
 
     def _within(self, encoded: Any, length: int) -> Any:
-        self._room -= length
-        if self._room < 0:
+        """Return `encoded`. Raises TooLong if its `length` exceeds the remaining characters."""
+        self._left -= length
+        if self._left < 0:
             raise TooLong
         return encoded
 
 
 def decode(value: Any, find: Any, like: Any) -> Any:
-    """Decode a value. `find`: returns the value with a number. `like`: makes the value of a
-    subclass from its plain base and its number."""
+    """Decode a value. `find`: function that returns the value with a number. `like`: function that
+    returns the value of a subclass from the value of its plain base class and its number."""
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
@@ -117,15 +120,15 @@ def decode(value: Any, find: Any, like: Any) -> Any:
 
 
 def serve(descriptor: Any, source: Any) -> Any:
-    """Run the code, send its names, then answer requests until the tester closes the socket."""
-    objects = []  # never shrinks: the tester may hold any number
+    """Run the code, send its names, and process requests until the tester closes the socket."""
+    objects = []  # Never shrinks, because the tester may keep any number.
 
     def keep(value: Any) -> Any:
         objects.append(value)
         return len(objects) - 1
 
     def encode(value: Any) -> Any:
-        return Encoder(keep, LONGEST).encode(value)
+        return Encoder(keep, MAX_MESSAGE).encode(value)
 
     def answer(do: Any, target: Any, name: Any, args: Any, kwargs: Any) -> Any:
         value = objects[target]
@@ -137,23 +140,24 @@ def serve(descriptor: Any, source: Any) -> Any:
         if do == "put":
             return value.__setitem__(*args), []
         if do == "list":
-            return list(itertools.islice(value, MOST)), []
+            return list(itertools.islice(value, MAX_ITEMS)), []
         if do == "len":
             return len(value), []
         if do == "item":
             return value[args[0]], []
-        # The arguments return, too: a test may check that a list was sorted in place.
+        # The arguments are sent back, because a test may check that a list was sorted in place.
         return value(*args, **kwargs), args
 
     def at_start(value: Any) -> Any:
         try:
-            return Encoder(keep, LONGEST_NAME).encode(value)
-        except BaseException:  # noqa: BLE001 - too long, or recursive
+            return Encoder(keep, MAX_INITIAL).encode(value)
+        except BaseException:  # noqa: BLE001 - the value is too long or recursive
             return {"object": keep(value)}
 
     main = {"__name__": "__main__"}
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw") as channel:
-        with contextlib.suppress(BaseException):  # earlier definitions may suffice
+        # Definitions before an exception may suffice for the tests.
+        with contextlib.suppress(BaseException):
             exec(compile(source, CODE_NAME, "exec"), main)
         for name, value in list(main.items()):
             if not name.startswith("_") and type(value).__name__ != "module":
@@ -167,60 +171,65 @@ def serve(descriptor: Any, source: Any) -> Any:
             try:
                 result, args = answer(*requested)
                 reply = {"value": encode(result), "args": encode(args)}
-            except BaseException as error:  # noqa: BLE001 - raised by the code, for the test
+            except BaseException as error:  # noqa: BLE001 - the test receives exceptions of the code
                 reply = {"error": type(error).__name__, "text": str(error)[:1000]}
             channel.write(json.dumps(reply) + "\n")
             channel.flush()
 
 
 class Channel:
-    """Requests of the tester to the code, one at a time."""
+    """Channel of the tester to the code. It sends one request at a time."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
 
     def read(self) -> Any:
-        # Bounded: the code could send an endless line.
-        line = self.file.readline(LONGEST)
+        # Bounded, because the code could send an endless line.
+        line = self.file.readline(MAX_MESSAGE)
         if not line.endswith("\n"):
-            raise RuntimeError("the code ended, or wrote too much")
+            raise RuntimeError("the code ended, or sent too long a message")
         return json.loads(line)
 
     def names(self) -> Any:
-        """Yield (name, encoded value) of the code's definitions, without built-in names."""
+        """Yield (name, encoded value) for each definition of the code, without built-in names."""
         while (defined := self.read()) is not None:
             name, value = defined
             if name.isidentifier() and not name.startswith("_") and not hasattr(builtins, name):
                 yield name, value
 
     def request(self, do: Any, target: Any, name: Any, args: Any, kwargs: Any) -> Any:
-        requested = Encoder(number_of, LONGEST).encode([do, target, name, list(args), kwargs])
+        requested = Encoder(number_of, MAX_MESSAGE).encode([do, target, name, list(args), kwargs])
         self.file.write(json.dumps(requested) + "\n")
         self.file.flush()
         reply = self.read()
         if "error" in reply:
-            # The code names its exception; anything but a class of exceptions becomes RuntimeError.
+            # The code names its exception. Any name but that of an exception class becomes
+            # RuntimeError.
             kind = getattr(builtins, str(reply["error"]), RuntimeError)
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 kind = RuntimeError
-            if issubclass(kind, StopIteration):  # would end a loop of the test before its asserts
+            # StopIteration would end a loop of the test before its assertions.
+            if issubclass(kind, StopIteration):
                 kind = RuntimeError
             raised: Any
             try:
                 raised = kind(reply["text"])
-            except TypeError:  # takes several arguments, like UnicodeDecodeError
+            # Some exceptions, such as UnicodeDecodeError, take several arguments.
+            except TypeError:
                 raised = RuntimeError(reply["text"])
-            # Read by Checks.raised: only an exception of the code counts as a check.
+            # Checks.raised reads this attribute: only an exception of the code counts as a check.
             raised.from_code = True
             raise raised
-        # Changes in place become visible in the test's own objects.
+        # Apply in-place changes of the code to the objects of the test.
         after = self.decode(reply["args"])
-        for given, changed in zip(args, after, strict=False):
-            if isinstance(given, list) and isinstance(changed, list):
-                given[:] = changed
-            elif any(isinstance(given, kind) and isinstance(changed, kind) for kind in (dict, set)):
-                given.clear()
-                given.update(changed)
+        for argument, changed in zip(args, after, strict=False):
+            if isinstance(argument, list) and isinstance(changed, list):
+                argument[:] = changed
+            elif any(
+                isinstance(argument, kind) and isinstance(changed, kind) for kind in (dict, set)
+            ):
+                argument.clear()
+                argument.update(changed)
         return self.decode(reply["value"])
 
     def decode(self, value: Any) -> Any:
@@ -236,7 +245,7 @@ class Channel:
 
 
 class StandIn:
-    """Stand-in, on the test's side, for a value of the code that cannot be copied."""
+    """Stand-in of the tester for a value of the code that cannot be copied."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -265,14 +274,14 @@ class StandIn:
         self._channel.request("put", self._number, "", (key, value), {})
 
     def _refused(self, *_: Any) -> Any:
-        # The code must not answer a comparison with itself, nor its own truth.
+        # The code must decide neither a comparison with its value nor the truth of its value.
         raise TypeError("a test can only compare plain values: numbers, text, lists and the like")
 
     __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refused
 
 
 def like_class(kind: Any) -> Any:
-    """Return a subclass of `kind` that forwards attributes which `kind` lacks to the code."""
+    """Return a subclass of `kind` that requests attributes missing in `kind` from the code."""
     members: Any = {"__getattr__": StandIn.__getattr__}
     if kind is dict:
         members["__missing__"] = StandIn.__getitem__
@@ -286,12 +295,13 @@ LIKE: Any = {
 
 
 def number_of(value: Any) -> Any:
+    """Return the number of a value that the code keeps, or None for a value of the test."""
     kinds: Any = (StandIn, *LIKE.values())
     return value._number if isinstance(value, kinds) else None
 
 
 class Checks:
-    """Number of checks that ran in a test: assertions, and caught exceptions of the code.
+    """Counter of the checks that ran in a test: assertions, and caught exceptions of the code.
     code_asserts.py inserts the calls."""
 
     def __init__(self) -> None:
@@ -305,12 +315,14 @@ class Checks:
 
 
 def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
-    """Write one verdict per test: 1 passed, 0 failed, - passed without a check."""
+    """Write one verdict per test: 1 if it passed, 0 if it failed, - if it passed without a
+    check."""
     verdict, nothing = os.dup(1), os.open("/dev/null", os.O_WRONLY)
-    os.dup2(nothing, 1)  # the output of a test must not look like a verdict
+    os.dup2(nothing, 1)  # The output of a test must not look like a verdict.
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw") as file:
         channel, names = Channel(file), []
-        with contextlib.suppress(BaseException):  # the code may answer anything
+        # The code may send invalid messages; its missing names then fail the tests.
+        with contextlib.suppress(BaseException):
             names.extend(channel.names())
         for source in tests:
             checks = Checks()
@@ -319,24 +331,24 @@ def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
 
 
 def passes(source: Any, channel: Any, names: Any, entry_point: Any, checks: Any) -> Any:
-    """Return True if the test ends without an exception, its functions test...() and
-    check(candidate) included."""
+    """Return True if the test, including its functions test...() and check(candidate), ends without
+    an exception."""
     try:
-        # Decoded again for each test: an earlier test may have changed its copies.
-        given = {name: channel.decode(value) for name, value in names}
+        # Decoded again for each test, because an earlier test may have changed its copies.
+        defined = {name: channel.decode(value) for name, value in names}
         own = {"__name__": "__main__", "__builtins__": builtins}
         marks = {"_mar_asserted": checks.asserted, "_mar_raised": checks.raised}
-        # The order matters: the code cannot replace the marks or `__builtins__`.
-        space = {**given, **own, **marks}
+        # In this order, so that the code cannot replace the marks or `__builtins__`.
+        space = {**defined, **own, **marks}
         exec(compile(source, "tests.py", "exec"), space)
         for name, value in list(space.items()):
-            # A function of the code named test...() is not a test.
+            # A function test...() of the code is not a test.
             if isinstance(value, StandIn) or not callable(value):
                 continue
             if name.startswith("test"):
                 value()
             elif name == "check" and entry_point is not None:
-                value(given[entry_point])
-    except BaseException:  # noqa: BLE001 - a test that did not end has failed
+                value(defined[entry_point])
+    except BaseException:  # noqa: BLE001 - any exception fails the test
         return False
     return True

@@ -2,19 +2,20 @@
 
 An answer that equals the gold answer is final if one of four conditions holds:
 
-1. Same form: its formula is that of the gold answer.
+1. Same form: its formula is identical to the formula of the gold answer.
 2. Literal: it is a number, a reduced fraction, a mixed number, a percentage or digits times a power
    of ten, and the question does not contain the same number in the same notation.
-3. Rewritten sum: no operation is left to carry out, and it differs from the gold answer only in the
+3. Rewritten sum: no operation remains, and the answer differs from the gold answer only in the
    distribution of numbers over sums, in signs and in the position of numeric roots. The question
-   may contain it only with operations left.
-4. Other finished form: no operation is left; it has about as few operations as the gold answer, no
-   kind of function that the gold answer lacks, and a number, symbol, function or constant that the
-   question lacks; and no expression of the question has its value. (An answer made only from parts
-   of the question computed nothing.)
+   does not contain an equal sum without remaining operations.
+4. Other finished form: no operation remains. The answer has at most MORE_OPERATIONS operations more
+   than the gold answer, no kind of function that the gold answer lacks, and a number, symbol,
+   function or constant that the question lacks. No expression of the question has its value. (An
+   answer that consists of parts of the question shows no computation.)
 
-Sets, tuples, intervals and matrices are final if each element is final relative to an equal element
-of the gold answer. An equation is an answer if its sides agree; its last side counts.
+A set, tuple, interval or matrix is final if each of its elements is final relative to an equal
+element of the gold answer. For an equation, the last side is the answer, and the other sides must
+agree with it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron_async_rl.rollout.rewards.formula import (
     Formula,
     negative,
     number,
-    runs,
+    subexpressions,
     subformulas,
 )
 from megatron_async_rl.rollout.rewards.formula_equality import combination, equal
@@ -40,7 +41,7 @@ from megatron_async_rl.rollout.rewards.formula_parser import read, read_within
 from megatron_async_rl.rollout.rewards.formula_tokens import prose_tokens, tokens
 
 MORE_OPERATIONS = 3
-"""Number of operations that a finished form may have in excess of the gold answer."""
+"""Maximum number of operations that a finished form may have in excess of the gold answer."""
 
 _COUNTS = {
     word: count
@@ -85,9 +86,9 @@ class QuestionContent:
 
 @functools.lru_cache(maxsize=256)
 def question_of(text: str) -> QuestionContent:
-    """Return every expression, number, symbol and function of a question, in formulas and in plain
-    text, with spelled-out numbers."""
-    formulas = dict.fromkeys(part for one in read_within(text) for part in runs(one))
+    """Return the content of a question: the expressions, numbers, symbols and functions in its
+    formulas and in its prose, including numbers written as words."""
+    formulas = dict.fromkeys(part for one in read_within(text) for part in subexpressions(one))
     prose = prose_tokens(text)
     names = [one[6:-1] if one.startswith("\\text{") else one for one in prose]
     atoms: set[object] = {atom for one in formulas for atom in _atoms(one)}
@@ -101,44 +102,47 @@ def question_of(text: str) -> QuestionContent:
 
     literals = {one for one in formulas if one.kind == "number"}
     for top, bottom in itertools.pairwise(names):
-        if top in _COUNTS and bottom in _PARTS:  # three quarters
+        # For example, "three quarters".
+        if top in _COUNTS and bottom in _PARTS:
             literals.add(number(Fraction(_COUNTS[top], _PARTS[bottom]), "/"))
     literals |= {number(Fraction(_COUNTS[word])) for word in names if word in _COUNTS}
-    # The sign of a copied number proves nothing: it may be a subtraction of the question.
+    # A changed sign proves no computation: it may come from a subtraction in the question.
     literals |= {number(-one.value[0], one.value[1]) for one in literals}
     compound = [one for one in formulas if one.args]
     return QuestionContent(tuple(compound[:MAX_FORMULAS]), frozenset(atoms), frozenset(literals))
 
 
 MAX_FORMULAS = 400
-"""Maximum expressions of a question to compare with: bounds the work of one response."""
+"""Maximum number of a question's expressions to compare with, which limits the time per
+response."""
 
 
 def is_final(answer: Formula, gold: Formula, question: str) -> bool:
-    """Return True if `answer`, which the caller found equal to `gold`, is in final form."""
-    requested = question_of(question)
+    """Return True if `answer` is in final form. The caller has checked that it equals `gold`."""
+    content = question_of(question)
     if answer == gold:
         return True
-    single = _answer_of(answer, gold)
-    wanted = _answer_of(gold, answer)
-    if single is None or wanted is None:
+    answer_side = _answer_of(answer, gold)
+    gold_side = _answer_of(gold, answer)
+    if answer_side is None or gold_side is None:
         return False
-    if single.kind not in CONTAINERS and wanted.kind not in CONTAINERS:
-        return _is_final_element(single, wanted, requested)
-    return _is_final_container(single, wanted, requested)
+    if answer_side.kind not in CONTAINERS and gold_side.kind not in CONTAINERS:
+        return _is_final_element(answer_side, gold_side, content)
+    return _is_final_container(answer_side, gold_side, content)
 
 
 def _answer_of(formula: Formula, other: Formula) -> Formula | None:
-    """Return the last side of an equation, or the formula if both are equations for unknowns; None
-    if numbers on its sides disagree."""
+    """Return the last side of an equation, or None if its sides have different values. Return the
+    formula itself if it is not an equation, or if `other` is a relation, too, and the first side of
+    `formula` is more than a name."""
     if formula.kind != "relation" or set(formula.value) - {"=", "in"}:
         return formula
     if other.kind == "relation" and not _is_name(formula.args[0]):
         return formula
     *before, last = formula.args
-    # "1 + 1 = 3 = 2" contradicts itself; sides with unknowns cannot be compared.
-    known = [one for one in before if one.kind not in CONTAINERS and not has_symbols(one)]
-    return last if all(_same(one, last) for one in known) else None
+    # "1 + 1 = 3 = 2" contradicts itself. Sides with unknowns cannot be compared.
+    numeric = [one for one in before if one.kind not in CONTAINERS and not has_symbols(one)]
+    return last if all(_same(one, last) for one in numeric) else None
 
 
 def _same(one: Formula, other: Formula) -> bool:
@@ -148,7 +152,7 @@ def _same(one: Formula, other: Formula) -> bool:
 
 
 def _is_name(formula: Formula) -> bool:
-    """True for the name of a quantity: x, a_n, f(x), (x, y)."""
+    """Return True for the name of a quantity: x, a_n, f(x), (x, y)."""
     return all(
         one.kind in ("symbol", "text", "sequence", "set")
         or (one.kind == "function" and one.value.endswith("()"))
@@ -156,28 +160,30 @@ def _is_name(formula: Formula) -> bool:
     ) or (formula.kind == "function" and formula.value.endswith("()"))
 
 
-def _is_final_container(answer: Formula, gold: Formula, requested: QuestionContent) -> bool:
+def _is_final_container(answer: Formula, gold: Formula, content: QuestionContent) -> bool:
     if answer == gold:
         return True
     operations = [one for one in subformulas(answer) if one.kind == "operation"]
     for one in operations:
-        # A union of intervals is a final form; a union of lists is an operation left to do.
+        # A union of intervals is final, but a union of sets is an operation that remains.
         if set(one.value) != {"\\cup"} or any(part.kind == "set" for part in one.args):
             return False
-    elements, wanted = list(_elements(answer)), list(_elements(gold))
+    elements, gold_elements = list(_elements(answer)), list(_elements(gold))
     if answer.kind == gold.kind == "relation" and not all(
-        any(_same(one, other) for other in wanted) for one in elements
+        any(_same(one, other) for other in gold_elements) for one in elements
     ):
-        return _is_finished_relation(answer, gold, requested)
+        return _is_finished_relation(answer, gold, content)
     return all(
         _is_boundless(one)
-        or any(equal(one, other) and _is_final_element(one, other, requested) for other in wanted)
+        or any(
+            equal(one, other) and _is_final_element(one, other, content) for other in gold_elements
+        )
         for one in elements
     )
 
 
 def _elements(formula: Formula) -> Iterator[Formula]:
-    """Yield the elements of nested containers; of `x = 5`, the value."""
+    """Yield the elements of nested containers. For `x = 5`, yield only the value."""
     if formula.kind == "relation" and set(formula.value) <= {"=", "in"}:
         sides = formula.args[1:] if _is_name(formula.args[0]) else formula.args
     else:
@@ -195,47 +201,48 @@ def _is_boundless(formula: Formula) -> bool:
     return formula.kind == "constant" and formula.value == "infinity"
 
 
-def _is_final_element(answer: Formula, gold: Formula, requested: QuestionContent) -> bool:
+def _is_final_element(answer: Formula, gold: Formula, content: QuestionContent) -> bool:
     if answer == gold:
         return True
     if answer.kind == "number":
         if not equal(answer, gold):
             return False
-        # Digits equal to the gold answer's are final even where the question contains the number.
+        # The digits of the gold answer are final even if the question contains the number.
         same_digits = _digits(answer) is not None and _digits(answer) == _digits(gold)
-        return same_digits or answer not in requested.literals
+        return same_digits or answer not in content.literals
     if gold.kind == "number" or not is_finished(answer):
         return False
     # Condition 3 of the module, then condition 4.
     form = combination(answer)
     if form == combination(gold):
-        return not any(combination(one) == form and is_finished(one) for one in requested.formulas)
+        return not any(combination(one) == form and is_finished(one) for one in content.formulas)
     return (
         equal(answer, gold)
-        and _is_other_form(answer, gold, requested)
-        and not any(equal(one, gold) or equal(negative(one), gold) for one in requested.formulas)
+        and _is_other_form(answer, gold, content)
+        and not any(equal(one, gold) or equal(negative(one), gold) for one in content.formulas)
     )
 
 
-def _is_other_form(answer: Formula, gold: Formula, requested: QuestionContent) -> bool:
+def _is_other_form(answer: Formula, gold: Formula, content: QuestionContent) -> bool:
     return (
         operations(answer) <= operations(gold) + MORE_OPERATIONS
         and _kinds(answer) <= _kinds(gold)
-        and not _atoms(answer) <= requested.atoms
+        and not _atoms(answer) <= content.atoms
     )
 
 
-def _is_finished_relation(answer: Formula, gold: Formula, requested: QuestionContent) -> bool:
-    """True for a final equation or inequality whose sides differ from the gold answer's."""
+def _is_finished_relation(answer: Formula, gold: Formula, content: QuestionContent) -> bool:
+    """Return True for a final equation or inequality whose sides differ from those of the gold
+    answer."""
     return (
         all(is_finished(one) for one in answer.args)
-        and _is_other_form(answer, gold, requested)
-        and answer not in requested.formulas
+        and _is_other_form(answer, gold, content)
+        and answer not in content.formulas
     )
 
 
 def _digits(formula: Formula) -> Fraction | None:
-    """Value of the decimal digits of a number, with or without a percent sign."""
+    """Return the value of a number's decimal digits, 50 for 50%, or None for another notation."""
     if formula.kind != "number" or formula.value[1] not in ("", "%"):
         return None
     value: Fraction = formula.value[0]
@@ -258,7 +265,8 @@ def _atoms(formula: Formula) -> set[object]:
 
 
 def _kinds(formula: Formula) -> set[str]:
-    """Return the kinds of functions. An answer must not add one: log(exp(x)) hides a copied x."""
+    """Return the kinds of functions in a formula. An answer must not add a kind: log(exp(x)) would
+    hide a copied x."""
     kinds = set()
     for one in subformulas(formula):
         if one.kind == "function":
@@ -271,6 +279,7 @@ def _kinds(formula: Formula) -> set[str]:
 
 
 def operations(formula: Formula) -> int:
+    """Return the number of operations in a formula."""
     return sum(
         len(one.args) - 1 if one.kind in ("sum", "product", "relation") else 1
         for one in subformulas(formula)

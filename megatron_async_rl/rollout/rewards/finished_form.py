@@ -1,4 +1,4 @@
-"""Finished formulas: formulas that evaluation leaves unchanged."""
+"""Finished formulas: formulas in which no operation remains to be carried out."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from megatron_async_rl.rollout.rewards.formula import (
 from megatron_async_rl.rollout.rewards.formula_equality import (
     MAX_RADICAND,
     combination,
-    places,
+    possible_roots,
     values,
 )
 
 TRIVIAL = (0, 1)
-"""Numbers that prove nothing in an answer and that a finished product never contains."""
-_IN_WHOLE = ("factorial", "binomial", "abs", "floor", "ceil", "max", "min", "gcd", "lcm", "det")
-"""Functions that evaluation always carries out on numbers."""
+"""Numbers that do not prove a computation, and that a finished product never contains."""
+_EVALUATED = ("factorial", "binomial", "abs", "floor", "ceil", "max", "min", "gcd", "lcm", "det")
+"""Functions whose value for numbers must be computed."""
 
 
 @functools.lru_cache(maxsize=4096)
 def is_finished(formula: Formula) -> bool:
-    """True if arithmetic, the laws of powers and the collection of terms leave the expression
-    unchanged. Products of different sums are finished, expanded or not."""
+    """Return True if arithmetic, the laws of powers and the collection of terms leave the
+    expression unchanged. A product of different sums is finished whether it is expanded or not."""
     if not all(is_finished(one) for one in formula.args):
         return False
-    # Kinds without a rule, such as relations and text, are not expressions.
+    # Kinds without a rule, such as relations and text, are not finished.
     rule = {
         "number": lambda _: True,
         "symbol": lambda _: True,
@@ -46,7 +46,7 @@ def is_finished(formula: Formula) -> bool:
 
 
 def _finished_sum(formula: Formula) -> bool:
-    """True if no terms can be collected and no bracketed sum can be multiplied out."""
+    """Return True if no terms can be collected and no sum in brackets can be expanded."""
     for term in formula.args:
         if term == number(Fraction(0)):
             return False
@@ -56,7 +56,7 @@ def _finished_sum(formula: Formula) -> bool:
             for one in factors
         ):
             return False
-    # Fewer combined terms than written terms: some could have been collected.
+    # If there are fewer combined terms than written terms, some can still be collected.
     return len(combination(formula)) == len(formula.args)
 
 
@@ -90,7 +90,7 @@ def _finished_product(formula: Formula) -> bool:
 
 
 def _is_reduced_root(top: list[Fraction], denominator: int, roots: list[Formula]) -> bool:
-    """False for 6/sqrt(2), which can still be reduced."""
+    """Return False for a quotient such as 6/sqrt(2), which can still be reduced."""
     if not roots or roots[0].args[1].value[0] > 0:
         return True
     base, above = roots[0].args[0], top[0] if top else Fraction(1)
@@ -114,7 +114,8 @@ def _exponent(formula: Formula) -> Fraction:
 
 
 def _are_primitive(factors: list[Formula], denominator: int) -> bool:
-    """True if no number or symbol can be factored out of the sums among `factors` and cancelled."""
+    """Return True if no number or symbol can be factored out of the sums among `factors` and then
+    be cancelled."""
     sums = [one for one in factors if _is_sum_power(one)]
     raised = [one for one in sums if _exponent(one) > 0]
     if not sums:
@@ -122,7 +123,7 @@ def _are_primitive(factors: list[Formula], denominator: int) -> bool:
     alone = len(sums) == 1 and sums[0].kind == "sum"
     below = {
         one.args[0] for one in factors if one.kind == "power" and _exponent(one) < 0
-    }  # x of (x^2 + x)/x
+    }  # For example, x in (x^2 + x)/x.
     numeric = [one for one in raised if not has_symbols(one)]
     if len(numeric) > 1 or (numeric and numeric[0].kind == "power"):
         return False
@@ -143,8 +144,8 @@ def _are_primitive(factors: list[Formula], denominator: int) -> bool:
 
 
 def _content(formula: Formula) -> tuple[int | None, set[object]]:
-    """Return the common divisor of the coefficients of a sum (None if one is a fraction), and the
-    bases that all its terms share."""
+    """Return the greatest common divisor of the coefficients of a sum, or None if a coefficient is
+    a fraction, and the bases that all terms share."""
     form = combination(formula)
     coefficients = [value for _, value in form]
     content = (
@@ -166,7 +167,7 @@ def has_symbols(formula: Formula) -> bool:
 def _finished_power(formula: Formula) -> bool:
     base, exponent = formula.args
     if exponent.kind != "number":
-        # e^log(x) is x.
+        # e^log(x) can be simplified to x.
         logarithm = any(
             one.kind == "function" and one.value == "log" for one in subformulas(exponent)
         )
@@ -179,7 +180,7 @@ def _finished_power(formula: Formula) -> bool:
     if base.kind == "number":
         return is_reciprocal(formula) or (not whole and _is_root(base, value))
     if base.kind == "constant":
-        # Whole powers of i are 1, i, -1 or -i.
+        # Integer powers of i can be simplified to 1, i, -1 or -i.
         return base.value != "i" or not whole
     if base.kind == "product":
         numbers_ = [one for one in base.args if one.kind == "number"]
@@ -205,20 +206,20 @@ def _integer(value: int) -> Formula:
 
 
 def _is_root(base: Formula, exponent: Fraction) -> bool:
-    """True for a root of a number in lowest terms."""
+    """Return True for a root of a number that cannot be simplified."""
     value, notation = base.value
     if value <= 0 or abs(exponent.numerator) != 1 or notation not in ("", "/"):
         return False
     if notation == "" and value.denominator != 1:
         return False
     inside = value.numerator * value.denominator
-    # The search for square factors below takes the root of `inside` as its number of steps.
+    # The search for factors below takes up to sqrt(inside) steps.
     if inside == 1 or inside > MAX_RADICAND:
         return False
     degree = exponent.denominator
-    if any(inside % place**degree == 0 for place in places(inside, degree)):
+    if any(inside % place**degree == 0 for place in possible_roots(inside, degree)):
         return False
-    # The fourth root of 9 is a square root.
+    # The fourth root of 9 can be simplified to a square root.
     return not any(
         round(inside ** (1 / order)) ** order == inside
         for order in range(2, degree + 1)
@@ -230,16 +231,17 @@ def _finished_function(formula: Formula) -> bool:
     name, inside = formula.value, formula.args
     if has_symbols(formula):
         return name not in ("opposite", "det", "gcd", "lcm", "max", "min")
-    if name in _IN_WHOLE or name == "opposite":
+    if name in _EVALUATED or name == "opposite":
         return False
-    # Numeric argument: finished only if the value is irrational, as that of sin(1) or log 2.
-    found, argument = values(formula), values(inside[0])
-    if found is None or argument is None:
+    # A function of a number is finished only if its value is irrational, such as log 2.
+    results, argument = values(formula), values(inside[0])
+    if results is None or argument is None:
         return False
-    value = found[0]
+    value = results[0]
     if abs(value.imag) > 1e-9:
         return False
     if name in ("sin", "cos", "tan", "cot", "sec", "csc"):
+        # A plain number may be an angle in degrees, since the tokenizer removes degree signs.
         return not _is_rational(argument[0].real / math.pi, 12) and inside[0].kind != "number"
     if name.startswith("arc"):
         return not _is_rational(value.real / math.pi, 60)

@@ -1,8 +1,9 @@
-"""Formulas as written: no operation is carried out.
+"""Formulas as they are written, without evaluation.
 
-A computer algebra system evaluates while it reads, so its trees cannot show whether an answer was
-computed. A `Formula` keeps every operation. The functions of this module, which build one, unify
-only spelling: the order of sums, products and sets, nested brackets, signs, fractions and roots.
+A computer algebra system evaluates expressions while it parses them, so its trees cannot show
+whether an answer was computed. A `Formula` keeps every operation. The functions of this module
+build formulas and unify only notation: the order of sums, products and sets, nested brackets,
+signs, fractions and roots.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 MAX_DIGITS = 300
-"""Maximum exponent of a power of ten that is read as one number: bounds memory."""
+"""Maximum exponent of a power of ten that becomes a single number, which limits memory."""
 
 
 class Formula(NamedTuple):
-    """One node of a formula. `kind` determines `value` and `args`:
+    """Node of a formula. `kind` determines `value` and `args`:
 
-    - number: value (Fraction, notation), notation one of "" (decimal digits), "/", "%", "mixed",
+    - number: value is (Fraction, notation); notation is "" (decimal digits), "/", "%", "mixed" or
       "e"
     - symbol, text: value is the name; constant: value is pi, e, i or infinity
     - sum: args are the terms; product: value is the sign, args are the factors
@@ -48,16 +49,16 @@ def is_integer(formula: Formula) -> bool:
 
 
 def unordered(elements: list[Formula]) -> Formula:
-    every = [
-        part for one in elements for part in (one.args if one.kind == "set" else (one,))
-    ]  # a list of lists is a list
-    # `repr` gives all nodes a total order; equal sets get equal trees.
-    return Formula("set", None, tuple(sorted(set(every), key=repr)))
+    """Return a set. Nested sets are flattened."""
+    parts = [part for one in elements for part in (one.args if one.kind == "set" else (one,))]
+    # Sorted by `repr`, a total order of all nodes, so that equal sets have equal trees.
+    return Formula("set", None, tuple(sorted(set(parts), key=repr)))
 
 
 def total(terms: list[Formula]) -> Formula:
-    every = [part for one in terms for part in (one.args if one.kind == "sum" else (one,))]
-    return every[0] if len(every) == 1 else Formula("sum", None, tuple(sorted(every, key=repr)))
+    """Return a sum. Nested sums are flattened."""
+    parts = [part for one in terms for part in (one.args if one.kind == "sum" else (one,))]
+    return parts[0] if len(parts) == 1 else Formula("sum", None, tuple(sorted(parts, key=repr)))
 
 
 def negative(formula: Formula) -> Formula:
@@ -70,7 +71,8 @@ def negative(formula: Formula) -> Formula:
 
 
 def opposite(formula: Formula) -> Formula:
-    """Return `formula` with a minus sign. Before a negative formula, -(-2), it is an operation."""
+    """Return `formula` with a minus sign. Before a negative formula, as in -(-2), the minus sign is
+    an operation that remains."""
     if (formula.kind == "number" and formula.value[0] < 0) or (
         formula.kind == "product" and (formula.value < 0)
     ):
@@ -79,25 +81,25 @@ def opposite(formula: Formula) -> Formula:
 
 
 def product(factors: list[Formula]) -> Formula:
-    """Return a product with its sign in front, fractions as numerator and denominator, and digits
-    times a power of ten as one number."""
+    """Return a product. Its sign is its value, a fraction becomes its numerator and its reciprocal
+    denominator, and digits times a power of ten become one number."""
     sign, numeric, parts = 1, 0, list[Formula]()
     signed = False
     for place, one in enumerate(factors):
-        its_sign, its_parts = _factors(one)
-        sign *= its_sign
-        signed |= place > 0 and its_sign < 0
-        parts += its_parts
+        factor_sign, factor_parts = _factors(one)
+        sign *= factor_sign
+        signed |= place > 0 and factor_sign < 0
+        parts += factor_parts
         numeric += any(
             part.kind == "number" or (is_reciprocal(part) and part.args[0].kind == "number")
-            for part in its_parts
+            for part in factor_parts
         )
     marks = [one.value[1] for one in parts if one.kind == "number"]
     if sorted(marks) == ["", "e"]:
         numbers = [one for one in parts if one.kind == "number"]
         parts = [one for one in parts if one.kind != "number"]
         parts.append(number(numbers[0].value[0] * numbers[1].value[0], "e"))
-    # The factor 1 marks a multiplication that is left to do: 3 * pi/4 must differ from the fraction
+    # The factor 1 marks a multiplication that remains: 3 * pi/4 must differ from the fraction
     # 3 pi/4.
     elif numeric > 1 or signed:
         parts.append(ONE)
@@ -107,7 +109,8 @@ def product(factors: list[Formula]) -> Formula:
 
 
 def _factors(formula: Formula) -> tuple[int, list[Formula]]:
-    """Return the sign and the factors of a formula; a fraction has its numerator and reciprocal."""
+    """Return the sign and the factors of a formula. The factors of a fraction are its numerator and
+    the reciprocal of its denominator."""
     if formula.kind == "product":
         return formula.value, list(formula.args)
     if formula.kind == "number":
@@ -144,19 +147,21 @@ def quotient(top: Formula, bottom: Formula) -> Formula:
         return opposite(quotient(top, negative(bottom)))
     if is_integer(top) and is_integer(bottom) and bottom.value[0] > 0:
         above, below = int(top.value[0]), int(bottom.value[0])
-        # Only a reduced fraction is a literal; 4/6 has an operation left.
+        # Only a reduced fraction is a literal: in 4/6, an operation remains.
         if below > 1 and math.gcd(above, below) == 1:
             return number(Fraction(above, below), "/")
     sign, parts = _factors(top)
-    if parts == [ONE]:  # 1/x is x^-1; any other factor 1 marks an operation
+    # 1/x is x^-1. Any other factor 1 marks an operation.
+    if parts == [ONE]:
         parts = []
     below_sign, below_parts = _factors(inverse(bottom))
-    both = [ONE] if sign == below_sign == -1 else []  # -2/-3 has an operation left
-    every = [*parts, *below_parts, *both]
+    # In -2/-3, an operation remains.
+    both = [ONE] if sign == below_sign == -1 else []
+    factors = [*parts, *below_parts, *both]
     sign *= below_sign
-    if len(every) == 1:
-        return negative(every[0]) if sign < 0 else every[0]
-    return Formula("product", sign, tuple(sorted(every, key=repr)))
+    if len(factors) == 1:
+        return negative(factors[0]) if sign < 0 else factors[0]
+    return Formula("product", sign, tuple(sorted(factors, key=repr)))
 
 
 def power(base: Formula, exponent: Formula) -> Formula:
@@ -181,22 +186,22 @@ def symbols(formula: Formula) -> set[str]:
     return {one.value for one in subformulas(formula) if one.kind == "symbol"}
 
 
-def runs(formula: Formula) -> Iterator[Formula]:
+def subexpressions(formula: Formula) -> Iterator[Formula]:
     """Yield every part of a formula, and every sum or product of some of its terms or factors."""
     for part in subformulas(formula):
         yield part
         if part.kind == "product" and len(part.args) == 2 and part.value < 0:
             yield negative(part)
-        # The number of subsets doubles with each term, hence the limit of 6.
+        # Limited to 6 terms, because the number of subsets doubles with each term.
         if part.kind in ("sum", "product") and 2 < len(part.args) <= 6:
             for size in range(2, len(part.args)):
                 for some in itertools.combinations(part.args, size):
-                    yield _run(part.kind, some)
+                    yield _subexpression(part.kind, some)
 
 
-def _run(kind: str, some: tuple[Formula, ...]) -> Formula:
-    top = [one for one in some if is_integer(one)]
-    bottom = [one.args[0] for one in some if is_reciprocal(one) and is_integer(one.args[0])]
-    if kind == "product" and len(some) == 2 and top and bottom:
+def _subexpression(kind: str, args: tuple[Formula, ...]) -> Formula:
+    top = [one for one in args if is_integer(one)]
+    bottom = [one.args[0] for one in args if is_reciprocal(one) and is_integer(one.args[0])]
+    if kind == "product" and len(args) == 2 and top and bottom:
         return quotient(top[0], bottom[0])
-    return Formula(kind, 1 if kind == "product" else None, some)
+    return Formula(kind, 1 if kind == "product" else None, args)

@@ -1,8 +1,9 @@
-"""Equality of formulas, in two forms.
+"""Two tests for the equality of formulas.
 
-`combination` is the canonical form of a sum: equal for sums that differ only in spelling, different
-for sums that differ by an operation an answer has to carry out. `values` are the formula's values
-at two points, in floating point: two formulas agree by accident only rarely.
+`combination` returns the canonical form of a sum: sums that differ only in notation have equal
+forms, and sums that differ by an operation that an answer must carry out have different forms.
+`values` returns the values of a formula at two points in floating point, where different formulas
+rarely agree.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from fractions import Fraction
 from megatron_async_rl.rollout.rewards.formula import ONE, Formula, number
 
 MAX_RADICAND = 10**9
-"""Maximum number under a root that is searched for square factors; larger ones are not final."""
+"""Largest radicand that is searched for square factors. A root of a larger number is not final."""
 
 
 TermKey = tuple[int, frozenset[tuple[object, object]]]
-"""One term without its coefficient: the number under its square root, and its bases with their
+"""A term without its coefficient: the number under its square root, and its bases with
 exponents."""
 Combination = frozenset[tuple[TermKey, Fraction]]
 _NO_KEY: TermKey = (1, frozenset())
@@ -30,12 +31,12 @@ _NO_KEY: TermKey = (1, frozenset())
 @functools.lru_cache(maxsize=4096)
 def combination(formula: Formula) -> Combination:
     """Return the terms of an expression with their coefficients. Numbers are multiplied,
-    distributed over a sum and collected, and numeric square roots simplified; products of sums are
+    distributed over a sum and collected; numeric square roots are simplified; products of sums are
     not expanded."""
     try:
         return frozenset(_terms(formula).items())
     except (ArithmeticError, ValueError):
-        # Too large to simplify: the formula counts as one opaque term, equal only to itself.
+        # Too large to simplify: one opaque term, which equals only itself.
         return frozenset({((1, frozenset({(formula, Fraction(1))})), Fraction(1))})
 
 
@@ -43,11 +44,11 @@ def _terms(formula: Formula) -> dict[TermKey, Fraction]:
     if formula.kind == "number":
         return {_NO_KEY: formula.value[0]} if formula.value[0] else {}
     if formula.kind == "sum":
-        found: dict[TermKey, Fraction] = {}
+        terms: dict[TermKey, Fraction] = {}
         for one in formula.args:
             for key, value in _terms(one).items():
-                found[key] = found.get(key, Fraction(0)) + value
-        return {key: value for key, value in found.items() if value}
+                terms[key] = terms.get(key, Fraction(0)) + value
+        return {key: value for key, value in terms.items() if value}
     if formula.kind in ("product", "power"):
         return _term(formula)
     if formula.kind == "function" and formula.value == "opposite":
@@ -81,17 +82,17 @@ def _term(formula: Formula) -> dict[TermKey, Fraction]:
     under = inside.numerator * inside.denominator
     value /= inside.denominator
     if 1 < under <= MAX_RADICAND:
-        for place in places(under, 2):
+        for divisor in possible_roots(under, 2):
             # sqrt(12) becomes 2 sqrt(3).
-            while under % (place * place) == 0:
-                under //= place * place
-                value *= place
+            while under % (divisor * divisor) == 0:
+                under //= divisor * divisor
+                value *= divisor
     elif under > MAX_RADICAND:
         raise ArithmeticError
 
     sums = [one for one, power in zip(bases, exponents, strict=True) if one.kind == "sum"]
     if len(bases) == len(sums) == 1 and exponents[0] == 1:
-        # A number or root times one sum: distribute it, so that 2(x + 1) equals 2x + 2.
+        # Distribute a number or root over a single sum, so that 2(x + 1) equals 2x + 2.
         scaled: dict[TermKey, Fraction] = {}
         for (root, key), part in _terms(sums[0]).items():
             for other, factor in _terms(_root_product(root, under)).items():
@@ -105,14 +106,14 @@ def _term(formula: Formula) -> dict[TermKey, Fraction]:
             terms = dict(_terms(base))
             first = min(terms, key=repr) if terms else None
             whole = isinstance(exponent_, Fraction) and exponent_.denominator == 1
-            # (1 - x) and (x - 1) get one base; the sign moves into the coefficient.
+            # (1 - x) and (x - 1) get the same base, and the sign moves into the coefficient.
             if whole and first is not None and terms[first] < 0:
                 terms = {key: -part for key, part in terms.items()}
                 value *= (-1) ** int(exponent_)  # type: ignore[call-overload]
             name = frozenset(terms.items())
         elif base.kind == "function":
             name = (base.kind, base.value, tuple(combination(one) for one in base.args))
-        # x^a x^b is x^(a+b).
+        # x^a x^b equals x^(a+b).
         before = collected.get(name)
         if isinstance(before, Fraction) and isinstance(exponent_, Fraction):
             collected[name] = before + exponent_
@@ -124,13 +125,14 @@ def _term(formula: Formula) -> dict[TermKey, Fraction]:
 
 
 def _root_product(one: int, other: int) -> Formula:
-    """Return the root of `one` times `other`."""
+    """Return the square root of `one` times `other`."""
     half = number(Fraction(1, 2), "/")
     return Formula("power", None, (number(Fraction(one * other)), half))
 
 
-def places(inside: int, degree: int) -> Iterator[int]:
-    return itertools.takewhile(lambda place: place**degree <= inside, itertools.count(2))
+def possible_roots(inside: int, degree: int) -> Iterator[int]:
+    """Return the integers from 2 whose power `degree` is at most `inside`."""
+    return itertools.takewhile(lambda base: base**degree <= inside, itertools.count(2))
 
 
 _NUMERIC: dict[str, Callable[[complex], complex]] = {
@@ -156,12 +158,12 @@ _NUMERIC: dict[str, Callable[[complex], complex]] = {
 
 
 def values(formula: Formula) -> tuple[complex, ...] | None:
-    """Return the values at two fixed points; None if the formula has no finite value."""
+    """Return the values at two fixed points, or None if a value is not finite."""
     try:
-        found = tuple(_value(formula, point) for point in (1.0, 2.0))
+        results = tuple(_value(formula, point) for point in (1.0, 2.0))
     except (ArithmeticError, ValueError, RecursionError):
         return None
-    return found if all(cmath.isfinite(one) for one in found) else None
+    return results if all(cmath.isfinite(one) for one in results) else None
 
 
 def _value(formula: Formula, point: float) -> complex:
@@ -169,9 +171,9 @@ def _value(formula: Formula, point: float) -> complex:
     if kind == "number":
         return complex(float(value[0]))
     if kind in ("symbol", "text"):
-        # The point depends only on the name: every process computes the same values.
-        place = functools.reduce(lambda seed, one: (seed * 31 + ord(one)) % 9973, value, 7)
-        return complex(1.1 + (place * point * 0.618034) % 1.0)
+        # Depends only on the name and the point, so that every process computes the same value.
+        seed = functools.reduce(lambda before, one: (before * 31 + ord(one)) % 9973, value, 7)
+        return complex(1.1 + (seed * point * 0.618034) % 1.0)
     if kind == "constant":
         return {"pi": complex(math.pi), "e": complex(math.e), "i": 1j, "infinity": complex("inf")}[
             value
@@ -186,7 +188,7 @@ def _value(formula: Formula, point: float) -> complex:
     if kind == "function" and value == "log":
         return cmath.log(inside[0]) / cmath.log(inside[1])
     if kind == "function" and value == "binomial":
-        # Log-gamma: factorials of large numbers would not fit into a float.
+        # lgamma, because factorials of large numbers do not fit into a float.
         above, below = inside[0].real, inside[1].real
         parts = (math.lgamma(one + 1) for one in (below, above - below))
         return complex(math.exp(math.lgamma(above + 1) - sum(parts)))
@@ -195,13 +197,13 @@ def _value(formula: Formula, point: float) -> complex:
     if kind == "function" and value in _NUMERIC:
         return _NUMERIC[value](inside[0])
     if kind == "function":
-        # An unknown function, f(x): any value that depends on its name and arguments will do.
+        # An unknown function f(x) gets a value that depends on its name and its arguments.
         return _value(Formula("symbol", value), point) + sum(inside)
     raise ArithmeticError
 
 
 def equal(one: Formula, other: Formula) -> bool:
-    """True if the values agree to 6 digits. A percentage may lack its percent sign."""
+    """Return True if the values agree to 6 digits. A percentage may lack its percent sign."""
     if one == other:
         return True
     first, second = values(one), values(other)
@@ -210,7 +212,7 @@ def equal(one: Formula, other: Formula) -> bool:
     scales = (1.0, 100.0, 0.01) if one.kind == other.kind == "number" else (1.0,)
     return any(
         all(
-            # The absolute tolerance is for values near 0, which have no relative one.
+            # Near 0, the relative tolerance vanishes, so the absolute tolerance applies.
             abs(a * scale - b) <= max(1e-6 * abs(b), 1.1e-6 if scale == 1.0 else 0.0)
             for a, b in zip(first, second, strict=True)
         )

@@ -1,6 +1,6 @@
 """Parser of formulas in LaTeX and plain text.
 
-The grammar is a whitelist: text with any other construct (integrals, derivatives, limits, unknown
+The grammar is a whitelist. Text with any other construct (integrals, derivatives, limits, unknown
 commands) is not a formula.
 """
 
@@ -27,10 +27,10 @@ from megatron_async_rl.rollout.rewards.formula_tokens import FUNCTIONS, prose_to
 
 MAX_TOKENS = 600
 MAX_DEPTH = 40
-"""Limits on one formula: a response can be any text, and the parser is recursive."""
+"""Limits of one formula, because the parser is recursive and a response may be any text."""
 
 
-class NotReadError(ValueError):
+class NotAFormula(ValueError):
     """The text is not a formula of the grammar."""
 
 
@@ -45,72 +45,73 @@ _LETTERS = frozenset(
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!=", "\\in": "in"}
 _SET_OPERATORS = ("\\cup", "\\cap", "\\setminus")
 _APPLIED = "fghFGHPV"
-"""Letters that name a function when a bracket follows."""
+"""Letters that name a function if a bracket follows."""
 
 
 @functools.lru_cache(maxsize=512)
 def read(text: str) -> Formula | None:
-    """Return the formula that spans all of `text`; None if there is none."""
-    found = tokens(text)
-    while found and found[-1] in (".", ","):
-        found.pop()
+    """Return the formula that spans the whole text, or None if the text is not a formula."""
+    sequence = tokens(text)
+    while sequence and sequence[-1] in (".", ","):
+        sequence.pop()
     try:
-        if "\\pm" in found:  # both signs: a set
+        # Both signs become a set.
+        if "\\pm" in sequence:
             both = [
-                _all_of([{"\\pm": sign, "\\mp": other}.get(one, one) for one in found])
+                _all_of([{"\\pm": sign, "\\mp": other}.get(one, one) for one in sequence])
                 for sign, other in (("+", "-"), ("-", "+"))
             ]
             return unordered(both)
-        return _all_of(found)
-    except (NotReadError, RecursionError, ArithmeticError, IndexError):
+        return _all_of(sequence)
+    except (NotAFormula, RecursionError, ArithmeticError, IndexError):
         return None
 
 
 def read_within(text: str) -> list[Formula]:
-    """Return every formula in prose, the longest at each position."""
+    """Return the formulas in prose, the longest at each position."""
     formulas: list[Formula] = []
-    # A run of letters may be a word or a product of variables; both readings count.
-    for found in (tokens(text), prose_tokens(text)):
-        # Each position may parse up to MAX_TOKENS: the bound keeps the total time small.
-        place, end = 0, min(len(found), 4 * MAX_TOKENS)
+    # Parse twice, because letters may be a word or a product of variables.
+    for sequence in (tokens(text), prose_tokens(text)):
+        # Limited, because the parser may read up to MAX_TOKENS at each position.
+        place, end = 0, min(len(sequence), 4 * MAX_TOKENS)
         while place < end:
             try:
-                parser = _Parser(found[place : place + MAX_TOKENS])
+                parser = _Parser(sequence[place : place + MAX_TOKENS])
                 formulas.append(parser.chain())
                 place += max(parser.place, 1)
-            except (NotReadError, RecursionError, ArithmeticError, IndexError):
+            except (NotAFormula, RecursionError, ArithmeticError, IndexError):
                 place += 1
     return formulas
 
 
-def _all_of(found: list[str]) -> Formula:
-    if not found or len(found) > MAX_TOKENS:
-        raise NotReadError
-    parser = _Parser(found)
+def _all_of(sequence: list[str]) -> Formula:
+    if not sequence or len(sequence) > MAX_TOKENS:
+        raise NotAFormula
+    parser = _Parser(sequence)
     formula = parser.listed()
     if parser.next() is not None:
-        raise NotReadError
+        raise NotAFormula
     return formula
 
 
 class _Parser:
-    """Recursive descent, one method per level of precedence."""
+    """Recursive-descent parser with one method per level of precedence."""
 
-    def __init__(self, found: list[str]) -> None:
-        self.found = found
+    def __init__(self, sequence: list[str]) -> None:
+        self.tokens = sequence
         self.place = 0
         self.depth = 0
         self.bars = 0
-        """Number of open absolute values: while it is positive, `|` closes."""
+        """Number of open absolute values. While it is positive, `|` closes an absolute value."""
 
     def next(self, ahead: int = 0) -> str | None:
         place = self.place + ahead
-        return self.found[place] if place < len(self.found) else None
+        return self.tokens[place] if place < len(self.tokens) else None
 
     def take(self, *expected: str) -> str:
         token = self.next()
         if token is None or (expected and token not in expected):
-            raise NotReadError
+            raise NotAFormula
         self.place += 1
         return token
 
@@ -121,7 +122,7 @@ class _Parser:
         return False
 
     def listed(self) -> Formula:
-        """Parse relations or expressions separated by commas: a set."""
+        """Parse relations or expressions. Several of them, separated by commas, are a set."""
         elements = self.elements()
         return elements[0] if len(elements) == 1 else unordered(elements)
 
@@ -134,14 +135,15 @@ class _Parser:
         return elements
 
     def chain(self) -> Formula:
-        """Parse an expression or a relation; > and >= are turned around."""
+        """Parse an expression or a relation. A relation with > or >= is reversed to < or <=."""
         sides, operators = [self.union()], list[str]()
         while self.next() in _RELATIONS:
             before = self.place
             operators.append(_RELATIONS[self.take()])
             try:
                 sides.append(self.union())
-            except NotReadError:  # `9 - 7 = ?`
+            # The last side is missing, as in `9 - 7 = ?`.
+            except NotAFormula:
                 self.place = before
                 operators.pop()
                 break
@@ -166,7 +168,7 @@ class _Parser:
 
     def sum(self) -> Formula:
         if self.depth == MAX_DEPTH:
-            raise NotReadError
+            raise NotAFormula
         self.depth += 1
         try:
             return total(self.terms())
@@ -180,7 +182,7 @@ class _Parser:
             minus = self.take() == "-"
             try:
                 term = self.term()
-            except NotReadError:  # prose may follow
+            except NotAFormula:  # prose may follow
                 self.place = before
                 break
             terms.append(opposite(term) if minus else term)
@@ -205,7 +207,7 @@ class _Parser:
                     result = product([result, self.factor()])
                 else:
                     break
-            except NotReadError:
+            except NotAFormula:
                 self.place = before
                 break
         # After the loop: a leading minus applies to the whole term, as in -x^2.
@@ -220,7 +222,7 @@ class _Parser:
         return self.factor()
 
     def starts(self, token: str) -> bool:
-        """True if `token` can begin a factor that is multiplied without an operator."""
+        """Return True if `token` can begin a factor of an implicit product."""
         if token == "|":
             return not self.bars
         return (
@@ -257,9 +259,13 @@ class _Parser:
             inside = self.sum()
             self.take("}")
             return inside
-        if token.isdigit() and len(token) > 1 and self.found[self.place - 2] not in ("^", "-", "+"):
-            # LaTeX reads one digit: `\frac12` is 1/2.
-            self.found[self.place - 1 : self.place] = [token[0], token[1:]]
+        if (
+            token.isdigit()
+            and len(token) > 1
+            and self.tokens[self.place - 2] not in ("^", "-", "+")
+        ):
+            # In LaTeX, an argument without braces is one digit: `\frac12` is 1/2.
+            self.tokens[self.place - 1 : self.place] = [token[0], token[1:]]
             token = token[0]
         self.place -= 1
         return self.atom()
@@ -306,17 +312,18 @@ class _Parser:
             return self.matrix(token)
         if token[:1] == "\\" and token[1:] in FUNCTIONS:
             return self.function(token[1:])
-        raise NotReadError
+        raise NotAFormula
 
     def digits(self, token: str) -> Formula:
-        # Conversion of digits takes quadratic time.
+        # Limited, because the conversion of digits takes quadratic time.
         if len(token) > 4 * MAX_DIGITS:
-            raise NotReadError
+            raise NotAFormula
         value = Fraction(token.replace(",", ""))
         if self.next() == "_":
             self.take()
             return Formula("base", (token, repr(self.one())))
-        if self.next() == "\\frac" and token.isdigit():  # a mixed number
+        # A mixed number, such as 1\frac{1}{2}.
+        if self.next() == "\\frac" and token.isdigit():
             before = self.place
             part = self.atom()
             if part.kind == "number" and part.value[1] == "/" and 0 < part.value[0] < 1:
@@ -341,7 +348,7 @@ class _Parser:
         while self.taken("'"):
             name += "'"
         inverse = ["^", "{", "-", "1", "}", "("]
-        if token in _APPLIED and self.found[self.place : self.place + 6] == inverse:
+        if token in _APPLIED and self.tokens[self.place : self.place + 6] == inverse:
             self.place += 5
             name += "^-1"
         if token in _APPLIED and self.next() == "(":
@@ -349,8 +356,9 @@ class _Parser:
             inside = self.elements()
             self.take(")")
             return Formula("function", f"{name}()", tuple(inside))
-        if name.endswith("'"):  # a derivative without its argument
-            raise NotReadError
+        # A derivative without an argument.
+        if name.endswith("'"):
+            raise NotAFormula
         return Formula("symbol", name)
 
     def sequence(self, opening: str) -> Formula:
@@ -379,8 +387,9 @@ class _Parser:
     def matrix(self, begin: str) -> Formula:
         environment = begin[len("\\begin{") : -1]
         if environment not in ("pmatrix", "bmatrix", "matrix", "smallmatrix", "array"):
-            raise NotReadError
-        if environment == "array" and self.taken("{"):  # its columns
+            raise NotAFormula
+        # Skip the specification of columns.
+        if environment == "array" and self.taken("{"):
             while not self.taken("}"):
                 self.take("c", "l", "r", "|")
         rows, cells = 1, list[Formula]()
@@ -411,7 +420,8 @@ class _Parser:
         return result if exponent is None else power(result, exponent)
 
     def argument(self) -> list[Formula]:
-        """Parse arguments in brackets, or factors up to an operator or function: `\\sin 2x`."""
+        """Parse arguments in brackets, or, as in `\\sin 2x`, factors up to an operator or
+        function."""
         if self.next() in ("(", "{", "["):
             opening = self.take()
             bars, self.bars = self.bars, 0

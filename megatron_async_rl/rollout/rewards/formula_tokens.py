@@ -1,4 +1,4 @@
-"""Tokens of formulas in LaTeX and plain text, alone or in prose."""
+"""Tokenizer of formulas in LaTeX and plain text, alone or in prose."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SPELLINGS = {
 SHORT_WORDS = frozenset(
     re.findall(r"\S+", "a to of is in at by no per the for are not if so be on an its was")
 )
-"""Short words. Other runs of up to three letters are products of variables."""
+"""Short words. Any other sequence of up to three letters is a product of variables."""
 
 _UNICODE = str.maketrans(
     {
@@ -91,24 +91,26 @@ _WORD_IN_PROSE = re.compile(
 
 
 def tokens(text: str) -> list[str]:
-    """Return the tokens of a formula or of prose with formulas. A word becomes `\\text{word}`."""
-    # A space, so that the tokens on both sides of a layout command stay apart.
+    """Return the tokens of a formula, or of prose with formulas. A word becomes `\\text{word}`."""
+    # Replaced by a space, so that tokens on both sides of a layout command stay separate.
     text = _LAYOUT.sub(" ", text.translate(_UNICODE))
     text = re.sub(r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1", _SPOKEN.sub("%", text))
-    text = re.sub(r"\\overline\s*\{([A-Z]{2})\}", r"\1", text)  # a segment
-    text = re.sub(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)  # 1 1/2
+    # A line segment, such as AB.
+    text = re.sub(r"\\overline\s*\{([A-Z]{2})\}", r"\1", text)
+    # Mixed numbers, such as 1 1/2.
+    text = re.sub(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"(?<=\d)\{,\}(?=\d{3})", ",", text)
-    found: list[str] = []
+    result: list[str] = []
     for match in _TOKEN.finditer(text):
         token = match.group()
         if match.lastgroup == "word":
-            found += _word(token)
+            result += _word(token)
         elif match.lastgroup == "text":
-            found += _text(token)
+            result += _text(token)
         else:
             token = {"**": "^", "<=": "\\le", ">=": "\\ge", "!=": "\\ne"}.get(token, token)
-            found.append(_SPELLINGS.get(token, re.sub(r"\s", "", token)))
-    return found
+            result.append(_SPELLINGS.get(token, re.sub(r"\s", "", token)))
+    return result
 
 
 def _word(word: str) -> list[str]:
@@ -116,7 +118,8 @@ def _word(word: str) -> list[str]:
         return [f"\\{word}"]
     if word in ("or", "and"):
         return [","]
-    for name in ("sqrt", "pi"):  # 2pi r, xsqrt(2)
+    # A name together with a variable, as in "2pir".
+    for name in ("sqrt", "pi"):
         if word.startswith(name) and len(word) <= len(name) + 1:
             return [f"\\{name}", *word[len(name) :]]
     if len(word) <= 3 and word.lower() not in SHORT_WORDS:
@@ -132,7 +135,8 @@ def _text(token: str) -> list[str]:
         return [","]
     if value := re.fullmatch(r"\s*(-?)(\d+(?:\.\d+)?)\s*", token[token.index("{") + 1 : -1]):
         return [one for one in value.groups() if one]
-    if len(inside) == 1:  # the label of an option is a symbol
+    # The label of an option is a symbol.
+    if len(inside) == 1:
         return [inside]
     # Undo spellings of math-verify: "A , C" for "A and C", "\\inftyinite" for "infinite".
     inside = _LISTED.sub(", ", inside.replace("\\inftyinit", "infinit"))
@@ -140,5 +144,5 @@ def _text(token: str) -> list[str]:
 
 
 def prose_tokens(text: str) -> list[str]:
-    """Tokens of a text in which every run of letters is a word."""
+    """Return the tokens of a text in which every sequence of letters is a word."""
     return tokens(_WORD_IN_PROSE.sub(r" \\text{\g<0>} ", text))

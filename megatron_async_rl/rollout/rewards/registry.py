@@ -1,19 +1,19 @@
-"""Rewards: functions that score a response with a number. Built-in rewards have names; any
-`module:function` that Python can import, also from the working directory, is a reward, too.
+"""Rewards: functions that score a response with a number. A reward is a built-in name, or a
+`module:function` that Python can import, including from the working directory.
 
     def score(prompt, response) -> float
-    def score(prompts, responses) -> list[float]         all waiting responses in one call
+    def score(prompts, responses) -> list[float]         several waiting responses per call
     def score(prompt, responses) -> list[float]          all responses to a prompt (`per: group`)
-    async def score(...)                                 many concurrent calls
-    def score(prompt, response, *, finish_reason, mine)  context, and settings of its own
+    async def score(...)                                 concurrent calls
+    def score(prompt, response, *, finish_reason, mine)  context, and the reward's own settings
 
 Invariants of every reward:
-- it returns a finite number for every response; it raises only for invalid data of the *prompt*;
-- it stores no state that a later call needs: several processes call it, and a process that hangs or
+- it returns a finite number for every response, and raises only if data of the *prompt* is invalid;
+- it keeps no state that a later call needs: several processes call it, and a process that hangs or
   dies is replaced.
 
-A new built-in reward is a function here, an entry of its module's `REWARDS`, and its name in
-`BUILT_IN`.
+To add a built-in reward, write the function in a module of this package, and add its name to the
+`REWARDS` of that module and to `BUILT_IN`.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ BUILT_IN = {
     "judge": "servers",
     "environment": "answers",
 }
-"""Name of a reward -> the module of this package whose `REWARDS` holds it."""
+"""Name of a built-in reward -> module of this package whose `REWARDS` contains it."""
 
 KEY = "rollout.reward"
 LARGEST = 1e30
-"""Bound of a reward's magnitude: a sum of 10^8 of them still fits into float32."""
+"""Limit of a reward's magnitude, so that a sum of 10^8 rewards fits into float32."""
 BATCHED = ["prompts", "responses"]
-"""Names of the parameters of a reward that takes lists."""
+"""Names of the first two parameters of a reward that takes lists."""
 OF_GROUPS = ["prompt", "responses"]
-"""Names of the parameters of a reward that takes all responses to a prompt."""
+"""Names of the first two parameters of a reward that takes all responses to a prompt."""
 
 
 class Reward(Protocol):
@@ -62,8 +62,8 @@ class Reward(Protocol):
 
 
 class RewardError(ValueError):
-    """A reward cannot be loaded (`where` is the configuration's key), or a prompt lacks what its
-    reward reads (`where` names the prompt)."""
+    """A reward cannot be loaded (`where` is the key in the configuration), or cannot use the data
+    of a prompt (`where` names the prompt)."""
 
     def __init__(self, where: str, what: str, fix: str) -> None:
         super().__init__(where, what, fix)
@@ -74,28 +74,28 @@ class RewardError(ValueError):
 
 
 class ColumnError(RewardError):
-    """A value of a row that its reward cannot use. `column`: name of the value among the prompt's
-    fields; the data may call it otherwise. `fault`: completes a sentence that starts with it."""
+    """A reward cannot use a value of a row. `column`: name of the value in the prompt's fields; its
+    name in the data may differ. `fault`: predicate of a sentence whose subject is the column."""
 
     def __init__(self, where: str, column: str, fault: str, fix: str) -> None:
         super().__init__(where, f"`{column}` {fault}", fix)
-        self.args = (where, column, fault, fix)  # pickle calls the class with `args`
+        self.args = (where, column, fault, fix)  # pickle calls the class with `args`.
         self.column, self.fault = column, fault
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardContext:
-    """Origin of a response. A reward receives the fields that it declares as parameters."""
+    """Context of a response. A reward receives the fields that it declares as parameters."""
 
     finish_reason: FinishReason = "stop"
     tokens: int = 0
     """Number of response tokens."""
     seconds: float = 0.0
-    """Time from the start of the request in its engine to its end."""
+    """Duration of the request in its engine."""
     version: int = 0
-    """Version of the weights that sampled the last token."""
+    """Version of the weights with which the last token was sampled."""
     held_out: bool = False
-    """True for a response of an evaluation."""
+    """True if the response belongs to an evaluation."""
 
 
 NOTHING_KNOWN = RewardContext()
@@ -104,16 +104,16 @@ NOTHING_KNOWN = RewardContext()
 RENAMED_VALUES: Mapping[tuple[str, str], str] = {
     ("isolation", "limits"): "write isolation: rlimits, its present name"
 }
-"""Fixes for former values of settings."""
+"""Fix for each former value of a setting: (setting, value) -> fix."""
 _WHOLE = re.compile(r"([-+]?[0-9]+)\.0+")
 CONTEXT = (*RewardContext.__dataclass_fields__, "timeout_s")
-"""Names of parameters that a reward may declare to receive context. `timeout_s`: the time limit
-of the call."""
+"""Names of parameters that receive context if a reward declares them. `timeout_s`: time limit of
+the call."""
 
 
 @dataclass(frozen=True)
 class RewardItem:
-    """A response to score."""
+    """Response to score."""
 
     prompt: Prompt
     response: str
@@ -122,44 +122,44 @@ class RewardItem:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltInReward:
-    """A reward of this package, and the way to call it."""
+    """Reward of this package, its checks and its limits."""
 
     function: Callable[..., Any]
     required_fields: tuple[str, ...] = ()
-    """Keys that every JSONL line needs besides `prompt`."""
+    """Columns that every row needs in addition to `prompt`."""
     fields_of: Callable[..., tuple[str, ...]] | None = None
-    """Function of the settings that returns further keys."""
+    """Function of the settings that returns further columns."""
     check: Callable[..., None] | None = None
-    """Function of the settings, called before anything starts; raises RewardError."""
+    """Function of the settings that raises RewardError. Called before anything starts."""
     validate: Callable[..., object] | None = None
-    """Function of a row's prompt and the settings, called for each row before anything starts;
-    raises RewardError for values that the reward cannot use."""
+    """Function of a row's prompt and the settings that raises RewardError for values that the
+    reward cannot use. Called for each row before anything starts."""
     inline: bool = False
-    """True if the engine's event loop calls it without a process. Only for rewards that need
-    microseconds for every possible response: a longer call would stall sampling."""
+    """True if the engine's event loop calls the function itself. Permitted only if every possible
+    response takes microseconds: a longer call would block sampling."""
     requires: str | None = None
-    """Module of an optional package, imported before the first call."""
+    """Module of an optional package, which is imported before the first call."""
     cpu_limit_s: float | None = None
-    """CPU time after which a response scores 0: it is wrong, not an error."""
+    """CPU time after which a response scores 0 as a wrong response, not as an error."""
     memory_mib: int | None = None
-    """Maximum address space of the process that calls it."""
+    """Maximum address space of the process that calls the function, in MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundReward:
-    """A reward with its settings, ready to be called."""
+    """Reward with its settings, ready for calls."""
 
     function: Callable[..., Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     context: tuple[str, ...] = ()
-    """Names of CONTEXT that the function takes."""
+    """Names in CONTEXT that the function takes."""
     batched: bool = False
     of_groups: bool = False
     asynchronous: bool = False
 
     @property
     def of_several(self) -> bool:
-        """True if it takes a list of responses and returns a list of numbers."""
+        """True if the function takes a list of responses and returns a list of numbers."""
         return self.batched or self.of_groups
 
     def arguments(
@@ -170,8 +170,8 @@ class BoundReward:
         def values(name: str) -> Any:
             if name == "timeout_s":
                 return timeout_s
-            every = [getattr(item.context, name) for item in items]
-            return every if self.of_several else every[0]
+            per_item = [getattr(item.context, name) for item in items]
+            return per_item if self.of_several else per_item[0]
 
         prompts, responses = [item.prompt for item in items], [item.response for item in items]
         positional: list[Any] = [
@@ -182,51 +182,52 @@ class BoundReward:
 
 
 def built_in(name: str) -> BuiltInReward | None:
+    """Return the built-in reward `name`, or None for a `module:function`."""
     if name not in BUILT_IN:
         return None
     module = importlib.import_module(f"{__package__}.{BUILT_IN[name]}")
-    found: BuiltInReward = module.REWARDS[name]
-    return found
+    reward: BuiltInReward = module.REWARDS[name]
+    return reward
 
 
 def required_fields(name: str, settings: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """Keys that every JSONL line needs for this reward, in addition to `prompt`. Unknown, hence
-    empty, for a `module:function`."""
-    found = built_in(name)
-    if found is None:
+    """Return the columns that every row needs for this reward, in addition to `prompt`. For a
+    `module:function`, they are unknown, and the result is empty."""
+    reward = built_in(name)
+    if reward is None:
         return ()
-    more = found.fields_of(**(settings or {})) if found.fields_of is not None else ()
-    return (*found.required_fields, *more)
+    more = reward.fields_of(**(settings or {})) if reward.fields_of is not None else ()
+    return (*reward.required_fields, *more)
 
 
 def validate_row(name: str, settings: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Check the values of a row that a built-in reward reads. Raises RewardError. A
-    `module:function` is not checked: the values that it reads are unknown."""
-    found = built_in(name)
-    if found is None:
+    """Raise RewardError if a built-in reward cannot use the values of a row. A `module:function` is
+    not checked, because the values that it reads are unknown."""
+    reward = built_in(name)
+    if reward is None:
         return
-    # A null cell means that the column exists and this row lacks a value.
+    # A null cell is a missing value of a column that exists.
     for one in required_fields(name, settings):
         if fields.get(one) is None:
-            raise ColumnError("", one, "is null", "give every row a value, or leave the row out")
-    if found.validate is not None:
-        # Without an id: the reader of the data adds file and line.
-        found.validate(Prompt(id="", text="", token_ids=(0,), fields=fields), **settings)
+            raise ColumnError("", one, "is null", "set a value in every row, or remove the row")
+    if reward.validate is not None:
+        # The prompt has no id, because the reader of the data adds file and line to the error.
+        reward.validate(Prompt(id="", text="", token_ids=(0,), fields=fields), **settings)
 
 
 def load_reward(
     name: str, settings: Mapping[str, Any] | None = None, key: str = KEY
 ) -> BoundReward:
-    """Return the reward that section `key` of the configuration names. Raises RewardError for an
-    unknown name, a failed import, an object that cannot be called as function(prompt, response),
-    and settings that the function does not take."""
+    """Return the reward `name`, which section `key` of the configuration selects. Raises
+    RewardError for an unknown name, a failed import, an object that cannot be called as
+    function(prompt, response), and settings that the function does not take."""
     settings = settings or {}
-    found = built_in(name)
-    if found is not None:
-        _require(name, found, key)
-        bound = _bind(found.function, name, settings, key)
-        if found.check is not None:
-            found.check(**bound.settings, key=f"{key}.settings")
+    reward = built_in(name)
+    if reward is not None:
+        _require(name, reward, key)
+        bound = _bind(reward.function, name, settings, key)
+        if reward.check is not None:
+            reward.check(**bound.settings, key=f"{key}.settings")
         return bound
 
     module_name, separator, function_name = name.partition(":")
@@ -242,7 +243,9 @@ def load_reward(
         )
     if not module_name or not function_name or module_name.startswith("."):
         raise RewardError(
-            f"{key}.name", f"{name!r} is not module:function", "write for example my_rewards:score"
+            f"{key}.name",
+            f"{name!r} is not of the form module:function",
+            "write, for example, my_rewards:score",
         )
 
     module = imported(module_name, name, key)
@@ -251,7 +254,7 @@ def load_reward(
         raise RewardError(
             f"{key}.name",
             f"module {module_name!r} has no {function_name!r}",
-            f"{suggestion(function_name, vars(module))}check the spelling in {name!r}",
+            f"{suggestion(function_name, vars(module))}correct the spelling of {name!r}",
         )
     if not callable(function):
         raise RewardError(
@@ -263,36 +266,38 @@ def load_reward(
 
 
 def text_field(prompt: Prompt, name: str) -> str:
-    """Return `prompt.fields[name]` as text, without surrounding white space and invisible
+    """Return `prompt.fields[name]` as text without surrounding white space and invisible
     characters. Raises ColumnError for a value without a visible character, and for a value that is
     neither text nor a finite number."""
     value = prompt.fields.get(name)
-    # Tables with empty cells store whole numbers as floats: 27.0 stands for 27.
+    # Tables with empty cells store whole numbers as floats, so 27.0 means 27.
     if (whole := whole_number(value)) is not None:
         value = whole
     if isinstance(value, float) and math.isfinite(value):
-        value = format(Decimal(repr(value)), "f")  # without an exponent
+        value = format(Decimal(repr(value)), "f")  # Without an exponent.
     text = str(value) if isinstance(value, (str, int, float, Decimal)) else ""
     finite = not isinstance(value, (float, Decimal)) or math.isfinite(value)
     if isinstance(value, bool) or is_blank(text) or not finite:
-        what = f"is {shown(value)}" + (", which shows nothing" if text.strip() and finite else "")
-        raise ColumnError(f"prompt {prompt.id}", name, what, "write text or a number into it")
+        what = f"is {excerpt(value)}"
+        what += ", which has no visible character" if text.strip() and finite else ""
+        raise ColumnError(f"prompt {prompt.id}", name, what, "write text or a number")
     text = stripped(text)
-    return found[1] if (found := _WHOLE.fullmatch(text)) else text
+    return match[1] if (match := _WHOLE.fullmatch(text)) else text
 
 
-def shown(value: object) -> str:
-    """Return the beginning of `value` as Python writes it, with escapes for what would be
-    invisible."""
+def excerpt(value: object) -> str:
+    """Return the beginning of the `repr` of `value`, with escapes if the text has no visible
+    character."""
     try:
         text = ascii(value) if isinstance(value, str) and is_blank(value) else repr(value)
-    except (ValueError, RecursionError):  # a number of more digits than Python writes
-        text = f"a {type(value).__name__} that is too large to show"
+    # Python limits the number of digits that it converts.
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__} that is too large to display"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def whole_number(value: object) -> int | None:
-    """Whole number of a cell, which may be written as 27.0; None for any other value."""
+    """Return the whole number in a cell, which may be 27.0 for 27; None for any other value."""
     if isinstance(value, int):
         return None if isinstance(value, bool) else value
     if not isinstance(value, (float, Decimal)):
@@ -302,9 +307,10 @@ def whole_number(value: object) -> int | None:
     return int(value)
 
 
-def _require(name: str, found: BuiltInReward, key: str) -> None:
-    if found.requires is not None and importlib.util.find_spec(found.requires) is None:
-        package = found.requires.replace("_", "-")
+def _require(name: str, reward: BuiltInReward, key: str) -> None:
+    """Raise RewardError if the optional package of the reward is not installed."""
+    if reward.requires is not None and importlib.util.find_spec(reward.requires) is None:
+        package = reward.requires.replace("_", "-")
         raise RewardError(
             f"{key}.name",
             f"{name} needs the package {package}",
@@ -313,17 +319,17 @@ def _require(name: str, found: BuiltInReward, key: str) -> None:
 
 
 def imported(module_name: str, name: str, key: str) -> Any:
-    """Import the module of `name`, the value of `key`.name, also from the current folder. Raises
-    RewardError."""
-    # The `mar` command starts without the current folder on its path, unlike `python`.
+    """Import the module `module_name` of `name`, which is the value of `key`.name, including from
+    the current folder. Raises RewardError."""
+    # Unlike `python`, the `mar` command does not have the current folder on its path.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    # The file may be newer than the cached listing of its folder.
+    # The file may be newer than the listing of its folder that Python caches.
     importlib.invalidate_caches()
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # Another module is missing: the user's module exists, and one of its own imports fails.
+        # The missing module is a different one: an import of the user's module fails.
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise RewardError(
                 f"{key}.name",
@@ -333,9 +339,9 @@ def imported(module_name: str, name: str, key: str) -> Any:
         raise RewardError(
             f"{key}.name",
             f"{name!r}: no module {error.name!r} in {os.getcwd()} or on Python's path",
-            "start from the folder that holds it, install it, or set PYTHONPATH",
+            "start in the folder that contains it, install it, or set PYTHONPATH",
         ) from error
-    # Importing runs user code, which may raise anything, or exit.
+    # An import runs user code, which may raise any exception, or exit.
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}"
         raise RewardError(
@@ -346,23 +352,24 @@ def imported(module_name: str, name: str, key: str) -> Any:
 def _bind(
     function: Callable[..., Any], name: str, settings: Mapping[str, Any], key: str
 ) -> BoundReward:
-    """Bind settings and context by name to the parameters after the first two; the others keep
-    their defaults."""
+    """Bind settings and context by name to the parameters after the first two. Other parameters
+    keep their defaults."""
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - the method itself, not whether it exists
+        getattr(function, "__call__", None)  # noqa: B004 - the method itself is needed
     )
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some C functions have no signature
+    # Some C functions have no signature.
+    except (TypeError, ValueError):
         if settings:
-            what = f"{name!r} is called with prompt and response alone"
-            raise RewardError(f"{key}.settings", what, "remove them") from None
+            what = f"{name!r} takes only prompt and response"
+            raise RewardError(f"{key}.settings", what, "remove the settings") from None
         return BoundReward(function=function, asynchronous=asynchronous)
 
     first, others, takes_any = _parameters(signature)
     extra = [one for one in others if one in settings or one in CONTEXT]
     try:
-        # Python's own rules decide whether the later call fits, before any process starts.
+        # Apply Python's own rules to the later call before any process starts.
         signature.bind(None, "", **dict.fromkeys([*settings, *extra]))
     except TypeError as error:
         unknown = [] if takes_any else [one for one in settings if one not in others]
@@ -377,7 +384,7 @@ def _bind(
         if needed and len(first) == len(BATCHED):
             optional = [one for one in others if one not in (*needed, *CONTEXT)]
             also = f"; it also takes {', '.join(optional)}" if optional else ""
-            own = "" if name in BUILT_IN else f", or make it one of {', '.join(CONTEXT)}"
+            own = "" if name in BUILT_IN else f", or rename it to one of {', '.join(CONTEXT)}"
             raise RewardError(
                 f"{key}.settings",
                 f"{name!r} needs {' and '.join(needed)}, and {needed[0]!r} is missing",
@@ -386,15 +393,15 @@ def _bind(
         raise RewardError(
             f"{key}.name",
             f"{name!r} takes {signature}, but is called with (prompt, response): {error}",
-            "let its first two parameters be positional, and give each other one a default or a"
-            f" setting, or make it one of {', '.join(CONTEXT)}",
+            "make its first two parameters positional, and give each other parameter a default, a"
+            f" setting, or a name out of {', '.join(CONTEXT)}",
         ) from error
     return BoundReward(
         function=function,
         settings=_typed(function, settings, key),
-        # A setting overrides context of the same name.
+        # A setting takes precedence over context of the same name.
         context=tuple(one for one in others if one in CONTEXT and one not in settings),
-        # Parameter names select the calling convention, so a user needs no decorator.
+        # Parameter names select the calling convention, so that users need no decorator.
         batched=first == BATCHED,
         of_groups=first == OF_GROUPS,
         asynchronous=asynchronous,
@@ -402,18 +409,18 @@ def _bind(
 
 
 def _parameters(signature: inspect.Signature) -> tuple[list[str], list[str], bool]:
-    """Return the names of the first two positional parameters, the names of the others that can be
-    passed by keyword, and True if there is a `**` parameter."""
-    every = list(signature.parameters.values())
+    """Return (names of the first two positional parameters, names of the other parameters that can
+    be passed by keyword, True if there is a `**` parameter)."""
+    parameters = list(signature.parameters.values())
     positional = [
-        one for one in every if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
     ]
     named = [
         one.name
-        for one in (*positional[2:], *every)
+        for one in (*positional[2:], *parameters)
         if one.kind == one.KEYWORD_ONLY or one in positional[2:]
     ]
-    takes_any = any(one.kind == one.VAR_KEYWORD for one in every)
+    takes_any = any(one.kind == one.VAR_KEYWORD for one in parameters)
     return [one.name for one in positional[:2]], list(dict.fromkeys(named)), takes_any
 
 
@@ -428,12 +435,12 @@ def _typed(
     if not settings:
         return {}
 
-    # Imported late: without settings, a reward process starts faster.
+    # Imported only when needed: without settings, a reward process starts faster.
     from pydantic import TypeAdapter, ValidationError
 
     try:
         hints = typing.get_type_hints(function)
-    except Exception:  # noqa: BLE001 - unresolvable annotations: nothing to check
+    except Exception:  # noqa: BLE001 - annotations that cannot be resolved are not checked
         return dict(settings)
     typed = dict(settings)
     for one in typed.keys() & hints.keys():

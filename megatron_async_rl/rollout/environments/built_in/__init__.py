@@ -1,1 +1,1 @@
-"""Built-in environments. NAME.py defines the environment NAME; its `ENVIRONMENT` is the factory."""
+"""Built-in environments. NAME.py defines the environment NAME; `ENVIRONMENT` is its factory."""

@@ -1,4 +1,4 @@
-"""The environment `openenv`: a session of an OpenEnv server."""
+"""The environment `openenv`: a session with an OpenEnv server."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megatron_async_rl.rollout.environments import SETTINGS, Step, package_modul
 from megatron_async_rl.samples.types import Prompt
 
 OPENENV = "openenv>=0.10,<0.11"
-"""Requirement for pip. Up to version 0.3 the distribution was named openenv-core."""
+"""Requirement for pip. Until version 0.3, the distribution was named openenv-core."""
 OPENENV_TIMEOUT_S = 86400.0
-"""Time limit of OpenEnv's client, which never applies: rollout.environment.timeout_s is shorter."""
+"""Time limit of OpenEnv's client. It never applies: rollout.environment.timeout_s is shorter."""
 SCHEMA_S = 10.0
-"""Time limit for a server to describe its actions."""
+"""Time limit of the request for the schema of the server's actions."""
 NO_ACTION = "(code: VALIDATION_ERROR)"
-"""Text of the exception that OpenEnv's client raises for an action that the server cannot read. The
-exception has no other mark."""
+"""Text in the exception that OpenEnv's client raises for an action that the server cannot parse.
+Nothing else distinguishes this exception."""
 
 
 class OpenEnv:
-    """A session of an OpenEnv server, through OpenEnv's own client.
+    """Session with an OpenEnv server, through OpenEnv's own client.
 
-    `url`: URL of the server. `action`: field of the action that receives the response; with null
-    the response is the whole action as JSON. `observation`: field of the observation that the model
-    reads; with null all of it as JSON. `reset`: columns of the prompt passed to the server's
-    reset."""
+    `url`: URL of the server. `action`: field of the action that receives the response; if null, the
+    response is the whole action as JSON. `observation`: field of the observation that the model
+    reads; if null, the model reads the whole observation as JSON. `reset`: columns of the prompt
+    that are passed to the server's reset."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class OpenEnv:
             )
         await self._client.connect()
         if self._action is not None:
-            # Checked at once: a server would refuse every action, and all samples would get reward
-            # 0. In a thread, since urllib blocks.
+            # With a wrong field, the server would reject every action, and every sample would get
+            # reward 0. The request runs in a thread because urllib blocks.
             _require_field(await asyncio.to_thread(_action_schema, self._url), self._action)
         result = await self._client.reset(**{name: prompt.fields[name] for name in self._reset})
         return self._shown(result.observation)
 
     async def step(self, response: str) -> Step:
-        """Send the response as an action. An invalid action gets an error and reward 0."""
+        """Send the response as an action. An invalid action returns an error with reward 0."""
         action: Any = {self._action: response}
         if self._action is None:
             try:
@@ -92,10 +92,10 @@ class OpenEnv:
         if self._observation is None:
             return json.dumps(observation, ensure_ascii=False)
         if not isinstance(observation, Mapping) or self._observation not in observation:
-            there = ", ".join(observation) if isinstance(observation, Mapping) else "no fields"
+            fields = ", ".join(observation) if isinstance(observation, Mapping) else "no fields"
             raise KeyError(
                 f"the observation has no {self._observation!r}, which"
-                f" rollout.environment.settings.observation names; it has {there}"
+                f" rollout.environment.settings.observation names; it has {fields}"
             )
         return str(observation[self._observation])
 
@@ -103,23 +103,23 @@ class OpenEnv:
 @cache
 def _action_schema(url: str) -> Mapping[str, Any]:
     """Return the JSON schema of the server's actions; empty if the server does not provide it."""
-    # The client takes ws:// and wss:// URLs as well.
+    # The client also accepts ws:// and wss:// URLs.
     http = re.sub("^ws", "http", url).rstrip("/")
     try:
         with urllib.request.urlopen(f"{http}/schema", timeout=SCHEMA_S) as answer:
             return dict(json.load(answer)["action"])
-    except Exception:  # noqa: BLE001 - optional: the server refuses invalid actions itself
+    except Exception:  # noqa: BLE001 - optional: the server also rejects invalid actions
         return {}
 
 
 def _require_field(schema: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError if the one field `name` cannot make an action."""
+    """Raise ValueError if the field `name` alone cannot form an action."""
     fields, needed = schema.get("properties", {}), schema.get("required", ())
     others = [one for one in needed if one != name]
     if fields and name not in fields:
         what = f"have no field {name!r}: they have {', '.join(fields)}"
     elif others:
-        what = f"also need {', '.join(others)}: set null, so that the model writes all as JSON"
+        what = f"also need {', '.join(others)}: set null, and the model writes all as JSON"
     else:
         return
     raise ValueError(f"{SETTINGS}.action: the server's actions {what}")

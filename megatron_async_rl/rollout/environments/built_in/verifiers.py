@@ -1,4 +1,4 @@
-"""The environment `verifiers`: an environment of the package verifiers, interface version 1."""
+"""The environment `verifiers`: an environment of the package verifiers with its v1 interface."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron_async_rl.rollout.environments import package_modules
 from megatron_async_rl.samples.types import Prompt
 
 NO_HARNESS = "bash"
-"""Name in verifiers for the harness of a task set without a harness of its own."""
+"""Harness that verifiers names for a task set without a harness of its own."""
 
 
 class Verifiers:
-    """An environment of the package verifiers. Its harness calls the model at the endpoint, and its
-    rewards are the sample's.
+    """Environment of the package verifiers. Its harness calls the model at the endpoint, and its
+    reward becomes the reward of the sample.
 
     `env`: configuration in the format of verifiers, such as `{taskset: {id: my_tasks}}`. `task`:
-    column of the prompt with the number of its task."""
+    column of the prompt that holds the number of its task."""
 
     def __init__(self, *, env: Mapping[str, Any], task: str = "task") -> None:
         self._settings = json.dumps(dict(env))
@@ -29,7 +29,7 @@ class Verifiers:
         _verifiers(self._settings)
 
     def task(self, prompt: Prompt) -> Any:
-        """Return the task of the prompt. Raises ValueError if its row names none."""
+        """Return the task of the prompt. Raises ValueError if its row names no existing task."""
         number, (_, _, tasks) = prompt.fields.get(self._column), _verifiers(self._settings)
         if not re.fullmatch(r"\d+", str(number)):
             raise ValueError(
@@ -38,24 +38,26 @@ class Verifiers:
             )
         task = tasks.get(int(str(number)))
         if task is None:
-            raise ValueError(f"prompt {prompt.id} names task {number}, and there are {len(tasks)}")
+            raise ValueError(
+                f"prompt {prompt.id} names task {number}, but there are only {len(tasks)} tasks"
+            )
         return task
 
     async def run(self, prompt: Prompt, base_url: str) -> float:
-        """Return the total reward of the trainable agents of one episode. Raises RuntimeError for a
-        failed episode."""
+        """Return the total reward of the trainable agents of one episode. Raises RuntimeError if
+        the episode failed."""
         library, environment, _ = _verifiers(self._settings)
         task = self.task(prompt)
         client = library.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
         context = library.ModelContext(model="policy", client=client)
 
         def begun(trace: Any) -> None:
-            """Refuse an agent that is not trainable and plays with the policy."""
-            # The endpoint trains every turn that it samples.
+            """Raise ValueError for an agent that is not trainable but uses the policy."""
+            # Every turn that the endpoint samples is trained.
             agent = trace.agent
             if not agent.trainable and agent.config.client == client:
                 raise ValueError(
-                    f"its agent {agent.name} is not trainable, and the policy would play it; set"
+                    f"its agent {agent.name} is not trainable, but would use the policy; set"
                     f" another model for it as rollout.environment.settings.env.{agent.name}:"
                     " {model: ..., client: {type: eval, base_url: ...}}"
                 )
@@ -69,23 +71,23 @@ class Verifiers:
 
 
 class _Tasks:
-    """Tasks of a task set, which may be infinite: drawn only as far as requested."""
+    """Tasks of a task set, which may be infinite. Tasks are drawn only up to the requested one."""
 
-    def __init__(self, given: Iterator[Any]) -> None:
-        self._given, self._known = given, list[Any]()
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source, self._drawn = source, list[Any]()
 
     def get(self, number: int) -> Any:
-        """Return the task, or None if there are fewer."""
-        self._known += islice(self._given, max(0, number + 1 - len(self._known)))
-        return self._known[number] if number < len(self._known) else None
+        """Return the task with this number, or None if the set has fewer tasks."""
+        self._drawn += islice(self._source, max(0, number + 1 - len(self._drawn)))
+        return self._drawn[number] if number < len(self._drawn) else None
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._drawn)
 
 
 @cache
 def _verifiers(settings: str) -> tuple[Any, Any, _Tasks]:
-    """Return the library, the environment and its tasks; loaded once per process."""
+    """Return the library, the environment and its tasks. Each process loads them once."""
     library, loaders = package_modules("verifiers", "verifiers.v1", "verifiers.v1.utils.loaders")
     config = loaders.resolve_env_config(_placed(library, loaders, json.loads(settings)))
     environment = loaders.load_environment(config)
@@ -93,20 +95,20 @@ def _verifiers(settings: str) -> tuple[Any, Any, _Tasks]:
 
 
 def _placed(library: Any, loaders: Any, env: dict[str, Any]) -> dict[str, Any]:
-    """Return `env` with defaults for its agents: the harness of the task set, or else the model and
-    its tools alone."""
+    """Return `env` with a default harness for each agent: the harness of the task set, or else
+    `null`, which runs only the model and its tools."""
     config = loaders.resolve_env_config(env)
-    own = loaders.default_harness_id(config.taskset.id)
+    default = loaders.default_harness_id(config.taskset.id)
     agents: dict[str, Any] = {}
     for name, agent in config:
         if isinstance(agent, library.AgentConfig):
-            harness = "null" if own == NO_HARNESS else own
+            harness = "null" if default == NO_HARNESS else default
             agents[name] = {"harness": {"id": harness}} if agent.harness is None else {}
             harness = harness if agent.harness is None else agent.harness.id
-            # Only a harness that does not execute the model's code may run outside of a container.
+            # A harness may run outside of a container only if it does not execute the model's code.
             if not loaders.harness_class(harness).EXECUTES_CODE:
                 agents[name]["runtime"] = {"type": "subprocess"}
-            # Last: the user's own settings win.
+            # Last, so that the user's own settings take precedence.
             agents[name] |= env.get(name, {})
     return {**env, **agents}
 
