@@ -51,7 +51,8 @@ class SamplingConfig(Strict):
     """Divisor of the logits in sampling and in the trainer's log-probs, from 0.01 to 2. The value
     0, which selects the likeliest token, is for held-out prompts only."""
     max_tokens: PositiveInt
-    """Largest number of response tokens; a response that reaches it has finish reason `length`."""
+    """Largest number of response tokens; a response that would be longer ends with finish reason
+    `length`."""
     stop: tuple[Text, ...] = ()
     """Strings that end a response; the end-of-sequence tokens of the model always do."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
@@ -73,8 +74,7 @@ class SamplingConfig(Strict):
     """Amount that is subtracted from the logits of tokens in the response so far, per
     occurrence."""
     bad_words: tuple[Text, ...] = ()
-    """Strings that a response never contains: the last token of a string is not sampled after the
-    others."""
+    """Strings whose last token is never sampled after their other tokens."""
 
     @property
     def needs_tokenizer(self) -> bool:
@@ -140,7 +140,7 @@ class EvalSamplingConfig(Strict):
     frequency_penalty: Penalty | None = None
     """Penalty per occurrence of a token in the response; 0 has no effect."""
     bad_words: tuple[Text, ...] | None = None
-    """Strings that a response never contains."""
+    """Strings whose last token is never sampled after their other tokens."""
     json_schema: Mapping[str, Any] | None = None
     """JSON Schema that every response follows."""
     regex: str | None = None
