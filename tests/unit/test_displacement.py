@@ -367,7 +367,7 @@ def test_the_versions_kept_for_the_control_take_host_memory_and_nothing_has_to_w
     [
         (
             {"controls": ["displacement", {"name": "matched_lr", "target_update_norm": 0.1}]},
-            "matched_lr replaces displacement",
+            "matched_lr is the null baseline of displacement",
         ),
         (
             {"objective": {"loss": "sft", "advantage": "none"}},
@@ -375,7 +375,7 @@ def test_the_versions_kept_for_the_control_take_host_memory_and_nothing_has_to_w
         ),
     ],
 )
-def test_what_it_does_not_go_with_is_refused(changes, reason):
+def test_combinations_that_do_not_work_are_refused(changes, reason):
     if "objective" in changes:
         changes = {**changes, "rollout": None, "flow": {"group_size": 1, "async_ratio": 0}}
     with pytest.raises(ValidationError, match=reason):

@@ -137,7 +137,7 @@ def test_equal_rewards_and_a_group_of_one_give_exactly_zero():
 
 def test_k_without_a_horizon_that_counts_steps_is_refused():
     for settings in ({"horizon": "k"}, {"horizon": "segment"}, {"horizon": "full", "k": 3}):
-        with pytest.raises(ValidationError, match="k goes with horizon"):
+        with pytest.raises(ValidationError, match="k is for horizon"):
             PartialReturnAdvantage(**settings)
 
 
