@@ -72,7 +72,7 @@ def time_worker(_worker: Any) -> None:
     from megatron_async_rl.rollout.vllm import loaded, receive, reload
 
     timed(loaded, "partial_digest", "digest")
-    timed(reload.AwaitedWeight, "_load", "pieces")
+    timed(reload.AwaitedWeight, "_copy_piece", "pieces")
     timed(reload, "pack_linear", "pack")
     timed(receive.WeightLoadingWorker, "load_weight_bucket", "worker")
 

@@ -109,7 +109,7 @@ def _train_loaded(
     from megatron_async_rl.plan.host import free_memory_problems
     from megatron_async_rl.plan.layout import rank_environment
     from megatron_async_rl.plan.machine import this_machine
-    from megatron_async_rl.plan.nodes import ask_cluster, cluster_problems, taken_gpus
+    from megatron_async_rl.plan.nodes import cluster_problems, occupied_gpus, query_cluster
     from megatron_async_rl.plan.preflight import preflight
     from megatron_async_rl.plan.resume import conflicts, differences
 
@@ -131,10 +131,10 @@ def _train_loaded(
     if problems:
         raise ConfigError(f"{config}: cannot run", problems)
     # Last, as it may wait for GPUs of a run that has just ended.
-    taken = taken_gpus(loaded, machine, nodes.rank)
+    taken = occupied_gpus(loaded, machine, nodes.rank)
     if engine_nodes:
         print_text(f"waiting for {engine_nodes} rollout nodes to join Ray")
-    cluster = ask_cluster(loaded, machine, engine_nodes) if nodes.rank == 0 else None
+    cluster = query_cluster(loaded, machine, engine_nodes) if nodes.rank == 0 else None
     unfit = cluster_problems(cluster, waited=engine_nodes > 0) if cluster else []
     if taken or unfit:
         raise NodesError("", [*taken, *unfit])
@@ -255,24 +255,25 @@ def init(
     }
     questions = interview.Interview(
         {name: text for name, text in given.items() if text is not None},
+        out=out,
         settings=setting or (),
         as_chat=as_chat,
         gpu_memory_gib=gpu_memory,
         terminal=interview.at_terminal(),
         report=print_error,
     )
-    answers = questions.ask()
+    answers = questions.run()
     # A refused answer is requested again, without losing the others.
     while True:
         try:
             written = write_config(answers, out)
             break
         except UserError as error:
-            answers = questions.again(error)
+            answers = questions.repeat(error)
     for note in written.notes:
         print_text(f"note: {note}")
     files = " and ".join(map(str, written.files))
-    print_text(f"wrote {files}: mar plan {out} shows what it would do, mar train {out} does it")
+    print_text(f"wrote {files}; next: mar plan {out}, then mar train {out}")
 
 
 @app.command()

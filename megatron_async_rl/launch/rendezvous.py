@@ -52,7 +52,7 @@ from megatron_async_rl.launch.addresses import (
     listening_address,
     rank_address,
 )
-from megatron_async_rl.rollout.cluster import software, unlike
+from megatron_async_rl.rollout.cluster import software, software_differences
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.progress_monitor import LAUNCHER, ProcessState, read_states
 from megatron_async_rl.weights.bound_store import listen, serve_store
@@ -327,7 +327,7 @@ class PeerNodes:
                 f"{own.count} here, {zero.count} on node 0 ({zero.host})",
                 "give all nodes the same --nnodes",
             )
-        if differs := unlike(own.software, zero.software):
+        if differs := software_differences(own.software, zero.software):
             raise NodesError.of(
                 f"node {own.node} ({own.host})",
                 f"has other versions than node 0 ({zero.host}): {differs}",

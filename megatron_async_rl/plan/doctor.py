@@ -1,9 +1,9 @@
-"""Findings on this installation, compared with the versions this project was tested with: what each
-missing part provides and how to fix it (`--fix-hints`).
+"""Checks of this installation against the versions that this project was tested with. A finding
+states what a part provides and how to fix it (`--fix-hints`).
 
-Only the CPU path or the GPU path must be whole: a part is required on the path this machine can
-take (GPU when it shows one). Versions are read from package metadata, and what has to be imported
-is, in a process of its own, so a broken part cannot stop the examination.
+Only one path must be complete: a part is required on the path that this machine takes (GPU if a GPU
+is visible, else CPU). Versions come from package metadata. Parts that must be imported are imported
+in a separate process, so a broken part cannot stop the checks.
 """
 
 from __future__ import annotations
@@ -47,20 +47,19 @@ NAMESPACES = (
     ("kernel/unprivileged_userns_clone", "0", "1"),
     ("user/max_user_namespaces", "0", "16384"),
 )
-"""Settings of the kernel that forbid them: name, a value that permits them, and a value that does
-not."""
+"""Kernel settings that can forbid user namespaces: name, forbidding value, permitting value."""
 PROBE_TIMEOUT_S = 60.0
-LEAST_SHARED_MEMORY = GIB // 2
-LEAST_MEMORY = 6 * GIB
+MIN_SHARED_MEMORY = GIB // 2
+MIN_MEMORY = 6 * GIB
 
 FindingState = Literal["ok", "note", "missing"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`state`: `missing` fails the examination; `note` is optional or slow. `advice`: what it
-    provides, or what is wrong. `fix`: a command or setting that fixes it; empty if there is
-    none."""
+    """Result of one check. `state`: `missing` fails the command; `note` is an optional or slow
+    part. `advice`: what the part provides, or what is wrong. `fix`: a command or setting; empty if
+    there is none."""
 
     part: str
     state: FindingState
@@ -71,13 +70,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class TestedDistribution:
-    """A distribution and the version it was tested with. `on`: the paths that need it; none for an
-    optional part."""
+    """A distribution and the version that the tests ran with; an empty `version` is not compared.
+    `on`: paths that require it; empty for an optional part."""
 
     distribution: str
     version: str
     on: tuple[str, ...]
-    brings: str
+    provides: str
 
 
 ROOT = Path(__file__).parents[2]
@@ -119,10 +118,10 @@ PARTS = (
 
 
 def examine(machine: Machine | None = None) -> list[Finding]:
-    """All findings, in the order shown."""
-    seen = machine or this_machine()
-    # Parts of the other path would be missing without being needed.
-    path = "cuda" if seen.gpus else "cpu"
+    """Return all findings on `machine` (default: this one), in the order shown."""
+    machine = machine or this_machine()
+    # Parts of the other path would be reported as missing although this machine never uses them.
+    path = "cuda" if machine.gpus else "cpu"
     findings = [_python()]
     ranges = _ranges(path)
     findings += [
@@ -131,24 +130,22 @@ def examine(machine: Machine | None = None) -> list[Finding]:
         if part.on in ((), ("cpu", "cuda")) or path in part.on
     ]
     torch_findings, cuda = _torch(path)
+    findings += [_plugin(), *torch_findings, _gpus(machine), *_transformer_engine(machine)]
     # torch's CUDA version decides which FP8 recipes exist.
-    findings += [_plugin(), *torch_findings, _gpus(seen), *_transformer_engine(seen)]
-    return [*findings, *_fp8(seen, cuda), *_machine(seen), _sandbox()]
+    return [*findings, *_fp8(machine, cuda), *_machine(machine), _sandbox()]
 
 
 def show(
     findings: list[Finding], console: Console, *, fix_hints: bool = False, as_json: bool = False
 ) -> int:
-    """Print the findings, with `fix_hints` also their fixes, or with `as_json` everything as one
-    JSON list. Return the exit code: 1 if a required part is missing or has another version."""
+    """Print the findings, with `fix_hints` also their fixes, or with `as_json` all of this as one
+    JSON list. Return the exit code: 1 if a required part is missing or has an untested version."""
     missing = [finding.part for finding in findings if finding.state == "missing"]
     if as_json:
-        # Not console.print, which would wrap and colour the JSON.
+        # console.print would wrap and colour the JSON.
         console.file.write(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
         return 1 if missing else 0
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("", "part", "found", "what it is for, or what to do"):
-        table.add_column(column, overflow="fold")
+    table = _table("", "part", "found", "purpose, or what is wrong")
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]MISSING[/]"}
     for finding in findings:
         table.add_row(marks[finding.state], finding.part, finding.found, finding.advice)
@@ -181,12 +178,13 @@ def _python() -> Finding:
         else f"python3.12 -m venv ENV, and install into it again ({shipped('docs/install.md')})"
     )
     return Finding(
-        "python", "missing", version, "Megatron-Core and its dependencies need 3.12", fix
+        "python", "missing", version, "Megatron-Core and its dependencies require 3.12", fix
     )
 
 
 def _install(what: str, path: str) -> str:
-    """`what`: for pip. On the CPU the repository's lock brings all of it."""
+    """Return the command that installs the pip requirement `what`."""
+    # The repository's lock file contains all parts of the CPU path.
     if CHECKOUT and path == "cpu":
         return f"make -C {ROOT} setup"
     index = f"--extra-index-url {WHEELS}/cpu " if path == "cpu" else ""
@@ -194,18 +192,18 @@ def _install(what: str, path: str) -> str:
 
 
 def _ranges(path: str) -> Mapping[str, Requirement]:
-    """Versions that this package requires on this path, from its own metadata; empty if that cannot
-    be read."""
+    """Return this package's requirements on this path by name, from its own metadata; empty if the
+    metadata cannot be read."""
     extra = "gpu" if path == "cuda" else "cpu"
     try:
-        requested = [Requirement(one) for one in importlib.metadata.requires(PACKAGE) or ()]
-    # Run from a source tree that was not installed.
+        declared = [Requirement(one) for one in importlib.metadata.requires(PACKAGE) or ()]
+    # The package runs from a source tree that was not installed.
     except (importlib.metadata.PackageNotFoundError, InvalidRequirement):
         return {}
-    wanted = [
-        one for one in requested if one.marker is None or one.marker.evaluate({"extra": extra})
+    required = [
+        one for one in declared if one.marker is None or one.marker.evaluate({"extra": extra})
     ]
-    return {one.name: one for one in wanted}
+    return {one.name: one for one in required}
 
 
 def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]) -> Finding:
@@ -214,20 +212,20 @@ def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]
     try:
         found = importlib.metadata.version(part.distribution)
     except importlib.metadata.PackageNotFoundError:
-        advice = f"would bring {part.brings}" if not required else f"needed for {part.brings}"
+        advice = f"{'required for' if required else 'optional:'} {part.provides}"
         state: FindingState = "missing" if required else "note"
         return Finding(part.distribution, state, "not installed", advice, fix)
-    # Two projects share the name: only the CUDA extension proves NVIDIA's.
+    # Another project on PyPI has the same name: only the CUDA extension identifies NVIDIA's.
     if part.distribution == APEX and find_spec(APEX_WEIGHT_GRADIENTS) is None:
-        advice = "not NVIDIA's, or without its CUDA extensions: PyPI's apex is another project"
+        advice = "not NVIDIA's, or lacks the CUDA extensions: PyPI's apex is another project"
         removal = f"pip uninstall --yes {APEX}; {fix}".rstrip("; ")
         return Finding(part.distribution, "note", found, advice, removal)
     # A local suffix such as +cpu names the build, not the version.
     if part.version and found.split("+")[0] != part.version:
-        requested = ranges.get(part.distribution)
-        # Inside the supported range, but not what the tests ran with.
-        if requested is not None and requested.specifier.contains(found):
-            advice = f"{part.brings}; tested with {part.version}; {requested.specifier} should work"
+        range_ = ranges.get(part.distribution)
+        # The version is in the supported range, but the tests ran with another one.
+        if range_ is not None and range_.specifier.contains(found):
+            advice = f"{part.provides}; tested with {part.version}; {range_.specifier} should work"
             return Finding(part.distribution, "note", found, advice, fix)
         return Finding(
             part.distribution,
@@ -236,15 +234,15 @@ def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]
             f"tested with {part.version} only",
             fix,
         )
-    return Finding(part.distribution, "ok", found, part.brings)
+    return Finding(part.distribution, "ok", found, part.provides)
 
 
 def _fix_of(part: TestedDistribution, path: str) -> str:
     if part.distribution == APEX:
         build = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps"
         return (
-            f"{build} git+https://github.com/NVIDIA/apex   # without it, everything works more"
-            " slowly"
+            f"{build} git+https://github.com/NVIDIA/apex   # optional: everything works without it,"
+            " more slowly"
         )
     if part.distribution.startswith("transformer-engine"):
         return f"pip install --no-build-isolation 'transformer-engine[pytorch]=={part.version}'"
@@ -259,24 +257,24 @@ def _plugin() -> Finding:
         entry.name == name
         for entry in importlib.metadata.entry_points(group="vllm.general_plugins")
     ):
-        return Finding("engine plugin", "ok", name, "how engines receive weights")
+        return Finding("engine plugin", "ok", name, "transfers weights to engines")
     return Finding(
         "engine plugin",
         "missing",
         "not registered",
-        "engines receive weights by it: this package is on the path, and not installed",
+        "transfers weights to engines; this package is importable, but not installed",
         f"pip install --no-deps -e {ROOT}"
         if CHECKOUT
-        else f"pip install --no-deps --force-reinstall WHEEL   # that of {PACKAGE}",
+        else f"pip install --no-deps --force-reinstall WHEEL   # the wheel of {PACKAGE}",
     )
 
 
 def _query_output(code: str) -> tuple[str, str]:
-    """(the last line that the code prints, ""), or ("", why it failed). It runs in a separate
-    process, because its imports are slow and a broken build may kill the process."""
+    """Run `code` in a child process. Return (its last line of output, ""), or ("", reason of the
+    failure)."""
     try:
         done = subprocess.run(
-            # A child, because a broken CUDA library may end its process.
+            # In a child, because a broken CUDA library may kill the process that imports it.
             [sys.executable, "-c", code],
             capture_output=True,
             encoding="utf-8",
@@ -292,94 +290,99 @@ def _query_output(code: str) -> tuple[str, str]:
 
 
 def _torch(path: str) -> tuple[list[Finding], str | None]:
-    """Findings, and the version of CUDA that torch is built for."""
-    # One import for all questions: importing torch takes seconds.
+    """Return findings on torch, and the CUDA version that it was built for (null: none)."""
+    # A single program, because importing torch takes seconds.
     answer, failure = _query_output(
         "import torch; c = torch.backends.cpu.get_cpu_capability(); print(torch.version.cuda or"
         " 'none', torch.cuda.is_available(), torch.distributed.is_gloo_available(),"
         " torch.distributed.is_nccl_available(), c, sep='|')"
     )
-    # Nothing else is known of a torch that cannot be imported.
+    # Without the import nothing else can be queried.
     if failure:
-        fix = _new_torch(path)
-        return [Finding("import torch", "missing", failure, "torch cannot be loaded", fix)], None
-    return _torch_says(answer, path)
+        fix = _torch_reinstall(path)
+        return [Finding("import torch", "missing", failure, "torch cannot be imported", fix)], None
+    return _torch_findings(answer, path)
 
 
-def _new_torch(path: str) -> str:
+def _torch_reinstall(path: str) -> str:
     (torch,) = (part for part in PARTS if part.distribution == "torch")
     source = f"{WHEELS}/{'cpu' if path == 'cpu' else 'cu130'}"
-    alone = "--no-deps " if path == "cpu" else ""  # a CUDA build loads libraries of its own
+    no_deps = "--no-deps " if path == "cpu" else ""  # a CUDA build needs its own CUDA libraries
     pin = f"torch=={torch.version}"
-    return f"pip install --force-reinstall {alone}--index-url {source} '{pin}'"
+    return f"pip install --force-reinstall {no_deps}--index-url {source} '{pin}'"
 
 
-def _torch_says(answer: str, path: str) -> tuple[list[Finding], str | None]:
-    """`answer`: the version of CUDA it is built for; whether that is usable, gloo and NCCL are
-    there; its kind of CPU code."""
-    # The order is that of the program in _torch.
+def _torch_findings(answer: str, path: str) -> tuple[list[Finding], str | None]:
+    """Return the findings for `answer`, the output of the program in `_torch`, and the CUDA version
+    that torch was built for."""
+    # The program prints its values in this order.
     built, available, gloo, nccl, capability = answer.split("|")
-    # The same fact is an error on one path and a note on the other.
-    wanted = path == "cuda"
-    cuda = f"torch built for {built}, {'usable' if available == 'True' else 'not usable'}"
+    # Missing CUDA is an error on the GPU path and a note on the CPU path.
+    required = path == "cuda"
+    cuda = "torch built without CUDA" if built == "none" else f"torch built for CUDA {built}"
+    cuda += ", usable" if available == "True" else ", not usable"
     driver = (
-        "nvidia-smi   # no driver: install a build for this CUDA; and unset CUDA_VISIBLE_DEVICES"
+        "nvidia-smi   # if it fails, install a driver for this CUDA; unset CUDA_VISIBLE_DEVICES"
     )
-    anew = _new_torch(path)
-    of_cuda, of_gpus = (anew if built == "none" else driver, anew) if wanted else ("", "")
-    ranks = "collectives of ranks on"
+    reinstall = _torch_reinstall(path)
+    cuda_fix = "" if not required else reinstall if built == "none" else driver
+    nccl_fix = reinstall if required else ""
+    vectors = "vector instructions that torch uses here"
     findings = [
-        _look("CUDA", available == "True", cuda, "GPU training and rollout", of_cuda, wanted),
-        _look("gloo", gloo == "True", gloo, f"{ranks} the CPU", anew, True),
-        _look("NCCL", nccl == "True", nccl, f"{ranks} GPUs", of_gpus, wanted),
-        _look("torch CPU code", "AVX" in capability, capability, "its vector instructions here"),
+        _check("CUDA", available == "True", cuda, "GPU training and rollout", cuda_fix, required),
+        _check("gloo", gloo == "True", gloo, "collectives on the CPU", reinstall, True),
+        _check("NCCL", nccl == "True", nccl, "collectives on GPUs", nccl_fix, required),
+        _check("torch CPU code", "AVX" in capability, capability, vectors),
     ]
     return findings, None if built == "none" else built
 
 
-def _look(
-    part: str, fine: bool, found: str, advice: str, fix: str = "", needed: bool = False
+def _check(
+    part: str, ok: bool, found: str, advice: str, fix: str = "", required: bool = False
 ) -> Finding:
-    """`fix`: where it is not fine."""
-    state: FindingState = "ok" if fine else "missing" if needed else "note"
-    return Finding(part, state, found, advice, "" if fine else fix)
+    """Return a finding on `part`, with `fix` unless it is `ok`."""
+    state: FindingState = "ok" if ok else "missing" if required else "note"
+    return Finding(part, state, found, advice, "" if ok else fix)
 
 
 def _gpus(machine: Machine) -> Finding:
     shown = ", ".join(f"{gpu.name} {size(gpu.memory)}" for gpu in machine.gpus)
-    advice = "" if shown else "the CPU path runs; models of real size need a GPU"
-    fix = "where there is one: nvidia-smi; unset CUDA_VISIBLE_DEVICES; docker run --gpus all"
-    return _look("GPUs", bool(shown), shown or "none shown", advice, fix)
+    advice = "" if shown else "the CPU path works without a GPU, for small models only"
+    fix = "if the machine has one: nvidia-smi; unset CUDA_VISIBLE_DEVICES; docker run --gpus all"
+    return _check("GPUs", bool(shown), shown or "none visible", advice, fix)
 
 
 def _transformer_engine(machine: Machine) -> list[Finding]:
-    """Empty without a GPU, where nothing imports it, and without an installation."""
-    # Importing it initialises CUDA.
+    """Return the finding on importing Transformer Engine; empty without GPU or installation."""
+    # The import initialises CUDA.
     if not machine.gpus or machine.transformer_engine is None:
         return []
-    # Also that it brings no second cuDNN or cuBLAS into torch's process.
+    # The check also fails if the import loads a second cuDNN or cuBLAS into torch's process.
     _, failure = _query_output("from megatron_async_rl.plan.libraries import check; check()")
     if not failure:
-        return [Finding("import transformer_engine", "ok", "yes", "layers of policies in bfloat16")]
-    advice = "ranks would take local layers, or none with policy.fp8"
+        return [
+            Finding("import transformer_engine", "ok", "yes", "fused layers of bfloat16 policies")
+        ]
+    advice = "without it ranks use local layers, and policy.fp8 does not work"
     (part,) = (one for one in PARTS if one.distribution.startswith("transformer-engine"))
-    fix = f"{_fix_of(part, 'cuda')}   # built for this torch and CUDA; or uninstall it"
+    fix = f"{_fix_of(part, 'cuda')}   # build it for this torch and CUDA, or uninstall it"
     return [Finding("import transformer_engine", "missing", failure, advice, fix)]
 
 
 def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
-    """Values of policy.fp8.recipe that every GPU of this machine supports; empty without a GPU."""
+    """Return the finding on the values of policy.fp8.recipe that every GPU supports; empty without
+    a GPU."""
     known = [gpu.capability for gpu in machine.gpus if gpu.capability is not None]
     if not known:
         return []
     version = version_of(cuda)
-    # Ranks may get any of the GPUs, so all must have the recipe.
-    having = [one for one in RECIPES if not any(lacking(one, each, version) for each in known)]
-    advice = "policy.fp8.recipe; needs Transformer Engine"
+    # A rank may run on any of the GPUs, so all must support the recipe.
+    supported = [one for one in RECIPES if not any(lacking(one, each, version) for each in known)]
+    advice = "values of policy.fp8.recipe; requires Transformer Engine"
     if why := engine_obstacle(machine.transformer_engine):
         advice += f": {why}"
-    found = ", ".join(having) or "none"
-    return [_look("FP8 recipes", bool(having), found, advice, "leave policy.fp8 out: null")]
+    found = ", ".join(supported) or "none"
+    return [_check("FP8 recipes", bool(supported), found, advice, "set policy.fp8: null")]
 
 
 def _machine(machine: Machine) -> list[Finding]:
@@ -387,58 +390,60 @@ def _machine(machine: Machine) -> list[Finding]:
     avx512, bf16, amx = "avx512f" in flags, "avx512_bf16" in flags, "amx_tile" in flags
     cores, memory, shared = machine.cores, machine.memory, machine.shared_memory
     sharing = "" if cores >= 2 else "a rank and an engine share one core"
-    alone = "policy.parallel.ranks: 1 and rollout.engines: 1"
-    carries = f"transports weights to engines; {size(LEAST_SHARED_MEMORY)} at least"
+    alone = "set policy.parallel.ranks: 1 and rollout.engines: 1"
+    carries = f"transfers weights to engines; at least {size(MIN_SHARED_MEMORY)}"
     remount = "sudo mount -o remount,size=8G /dev/shm   # in a container: docker run --shm-size=8g"
-    bits = "AMX" if amx else "AVX-512" if bf16 else "no"
-    float32 = "model.dtype: float32, which is faster here"
+    unit = "AMX" if amx else "AVX-512" if bf16 else "no"
+    float32 = "set model.dtype: float32, which is faster here"
     return [
-        _look("cores", cores >= 2, str(cores), sharing, alone),
-        _look(
+        _check("cores", cores >= 2, str(cores), sharing, alone),
+        _check(
             "memory",
-            memory >= LEAST_MEMORY,
+            memory >= MIN_MEMORY,
             size(memory),
             "the demo needs about 6 GiB",
-            "rollout.kv_cache_gib: 0.25, one engine",
+            "set rollout.kv_cache_gib: 0.25 and rollout.engines: 1",
         ),
-        _look(
+        _check(
             "shared memory",
-            shared >= LEAST_SHARED_MEMORY,
+            shared >= MIN_SHARED_MEMORY,
             f"{size(shared)} free in /dev/shm",
             carries,
             remount,
             True,
         ),
-        _look("AVX-512", avx512, "yes" if avx512 else "no", "faster engines on the CPU"),
-        _look("bfloat16 on the CPU", bf16 or amx, bits, "products of bfloat16 models", float32),
+        _check("AVX-512", avx512, "yes" if avx512 else "no", "faster engines on the CPU"),
+        _check("bfloat16 on the CPU", bf16 or amx, unit, "GEMMs of bfloat16 models", float32),
     ]
 
 
 def _sandbox() -> Finding:
     """Report whether the `code` reward can run programs in kernel namespaces."""
-    brings = "the `code` reward runs unreviewed programs"
+    purpose = "the `code` reward runs unreviewed programs in it"
     try:
         run("pass")
     except SandboxError as error:
-        advice = f"{brings}, and needs namespaces: {error}"
-        fix = _allow_namespaces() if shutil.which("bwrap") else "sudo apt-get install bubblewrap"
+        advice = f"{purpose}; it requires namespaces: {error}"
+        fix = _namespace_fix() if shutil.which("bwrap") else "sudo apt-get install bubblewrap"
         return Finding("sandbox", "note", "refused", advice, fix)
     except OSError as error:
-        return Finding("sandbox", "note", "not tried", str(error))
-    return Finding("sandbox", "ok", "bubblewrap", brings)
+        return Finding("sandbox", "note", "not tested", str(error))
+    return Finding("sandbox", "ok", "bubblewrap", purpose)
 
 
-def _allow_namespaces() -> str:
-    for name, closed, opened in NAMESPACES:
+def _namespace_fix() -> str:
+    """Return the setting that permits namespaces: of the kernel if it forbids them, else of a
+    container."""
+    for name, forbidding, permitting in NAMESPACES:
         try:
             found = (KERNEL / name).read_text(encoding="utf-8").strip()
         except OSError:
             continue
-        if found == closed:
-            return f"sudo sysctl -w {name.replace('/', '.')}={opened}"
+        if found == forbidding:
+            return f"sudo sysctl -w {name.replace('/', '.')}={permitting}"
     return (
         "in a container: docker run --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN; else"
-        " rollout.reward.settings: {isolation: rlimits}, which leaves files readable to the code"
+        " rollout.reward.settings: {isolation: rlimits}, which lets programs read files"
     )
 
 
@@ -453,8 +458,8 @@ def _cpu_flags() -> set[str]:
 
 
 def show_families(console: Console) -> None:
-    """Print the supported families and their options, the keys of config.json that must have one
-    value, and the families that are refused by name."""
+    """Print the supported families with their options, the required values in config.json, and the
+    model types that are refused by name."""
     families = _table("model_type", "models", "sliding_window", "rope_type", "biases", "experts")
     for family in FAMILIES.values():
         families.add_row(
@@ -467,15 +472,15 @@ def show_families(console: Console) -> None:
         )
     console.print(families)
 
-    bound = _table("only", "config.json")
-    bound.add_row(
-        "every family", "; ".join(_text(key, text) for key, (_, text) in EXPECTED.items())
+    required = _table("only", "config.json")
+    required.add_row(
+        "every family", "; ".join(_requirement(key, text) for key, (_, text) in EXPECTED.items())
     )
     for family in FAMILIES.values():
         if family.only:
-            only = "; ".join(_text(key, text) for key, (_, text) in family.only.items())
-            bound.add_row(family.model_type, only)
-    console.print(bound)
+            only = "; ".join(_requirement(key, text) for key, (_, text) in family.only.items())
+            required.add_row(family.model_type, only)
+    console.print(required)
 
     refused = _table("refused", "why")
     for model_type, why in REFUSED.items():
@@ -490,5 +495,6 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _text(key: str, text: str) -> str:
+def _requirement(key: str, text: str) -> str:
+    # One colon is enough: some texts explain their value after one.
     return f"{key} {text}" if ":" in text else f"{key}: {text}"

@@ -49,16 +49,18 @@ RELAY_RATE = 2.5e9
 """Bytes per second over TCP from rank 0's machine to each other one, all at the same time."""
 NETWORK_RATE = 35e9
 """Bytes per second of one GPU over its own network card, of 400 Gb/s."""
-LENT_RATE = 60e9
-"""Bytes per second of buckets that the GPUs of a machine gather over NVLink, and that engines on
-them load."""
-HOLE_STEPS = 10
-"""Number of median steps between two lines of metrics above which the run must have been stopped in
+IPC_RATE = 60e9
+"""Bytes per second of buckets that the GPUs of a machine gather over NVLink and that engines on
+these GPUs load."""
+STOP_STEPS = 10
+"""Interval between two lines of metrics, in median steps, above which the run must have stopped in
 between."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
+    """Times of a step's parts, and the step times that follow from them."""
+
     generate_s: float
     """T_gen with `engines` engines."""
     train_s: float
@@ -115,7 +117,7 @@ class Overlap:
                 f" the longer of engines {_s(self.engines_s)} and trainer {_s(self.trainer_s)}"
             ),
             (
-                f"colocated      {_s(self.synchronous_s)} a step: engines and policy take turns on"
+                f"colocated      {_s(self.synchronous_s)} a step: engines and policy alternate on"
                 " the same devices"
             ),
             (
@@ -138,33 +140,38 @@ def run_ahead(config: Config) -> float:
     """Return the share of the next batch that the engines may sample while the policy trains on
     one."""
     colocated = config.rollout is not None and config.rollout.placement == "colocated"
-    # With exact_lag every response comes from one version, so none runs while the weights change.
-    stands_still = colocated or isinstance(config.flow.selection, ExactLag)
-    return 0.0 if stands_still else min(1.0, config.flow.async_ratio)
+    # With exact_lag each response comes from one version, so none runs while the weights change.
+    idle = colocated or isinstance(config.flow.selection, ExactLag)
+    return 0.0 if idle else min(1.0, config.flow.async_ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """`generate_s`, `train_s`: of one batch. `staged_s`: the ranks write a version into shared
-    memory. `relayed_s`: it is sent to other machines, concurrently with everything else; null if
-    all engines are on rank 0's machine. `loaded_s`: an engine loads it. `decoding`: number of
-    responses that an engine decodes at a time, `tokens_per_s` that it samples."""
+    """Estimated times of a step's parts, in seconds, and the step times that follow from them."""
 
     chip: Chip
     batch: Batch
     version: int
-    """Bytes of the weights."""
+    """Bytes of one version of the weights."""
     generate_s: float
+    """Sampling of one batch."""
     train_s: float
+    """Training on one batch."""
     staged_s: float
+    """Writing of a version into shared memory by the ranks."""
     relayed_s: float | None
+    """Sending of a version to other machines, concurrent with all other parts; null if all engines
+    are on rank 0's machine."""
     sending: str
     """Text on the assumed speed of sending."""
     ipc: bool
-    """True if no weights pass through host memory."""
+    """True if weights do not pass through host memory."""
     loaded_s: float
+    """Loading of a version by an engine."""
     decoding: float
+    """Number of responses that an engine decodes at a time."""
     tokens_per_s: float
+    """Tokens per second that an engine samples."""
     run_ahead: float
     fp8: bool
     passes: float
@@ -202,8 +209,8 @@ class Estimate:
         to_others = f", {self.sending}" if self.sending else ""
         copied = f"{COPY_RATE / 1e9:g} GB/s between a GPU and shared memory"
         if self.ipc:
-            copied = f"{LENT_RATE / 1e9:g} GB/s of buckets from the ranks to engines on their GPUs"
-        scored = f", {self.passes:g} forward passes more than training's own" if self.passes else ""
+            copied = f"{IPC_RATE / 1e9:g} GB/s of buckets from the ranks to engines on their GPUs"
+        scored = f", {self.passes:g} forward passes besides training" if self.passes else ""
         return (
             f"parts          generate {_s(self.generate_s)}, train {_s(self.train_s)}; publish"
             f" {_s(self.publish_s)} (stage {_s(self.staged_s)}{relayed}, load {_s(self.loaded_s)})"
@@ -217,28 +224,27 @@ class Estimate:
             f" {READ_SHARE:.0%} of {chip.memory_rate / 1e12:g} TB/s; {copied}{to_others}; prompts"
             " of"
             f" {batch.prompt} and responses of {batch.response} tokens, none much longer{scored};"
-            " no"
-            " padding, rewards that take no time"
+            " without padding and time for rewards"
         )
 
 
 def estimate(
     config: Config, machine: Machine, device: Device, shape: ModelShape | None, batch: Batch | None
 ) -> Estimate | str:
-    """Estimate of a step for a plan without problems; if no rate is known, the reason."""
+    """Return the estimate of a step for a plan without problems, or the reason why there is none as
+    text for the screen."""
     rollout = config.rollout
-    # Each reason for a missing estimate is a text, which the screen shows instead of numbers.
     if device == "cpu":
-        return "not known: no speed is assumed for a CPU; use the rates of a run (--from RUN)"
+        return "unknown: CPUs have no data sheet rates; use the rates of a run (--from RUN)"
     if shape is None or batch is None or rollout is None:
-        return "not known: only for runs with engines"
+        return "unknown: estimates exist for runs with engines only"
     chip = chip_of(machine)
     if chip is None:
         name = machine.gpus[0].name if machine.gpus else "no GPU"
-        return f"not known: {name} is none of {', '.join(CHIPS)} (--gpus NUMBER --gpu NAME)"
+        return f"unknown: {name} is not one of {', '.join(CHIPS)} (--gpus NUMBER --gpu NAME)"
     if config.engine_dtype == "float32":
         key = "model.dtype" if config.model.dtype == "float32" else "policy.lora.merge"
-        return f"not known: no speed is assumed for float32 products ({key}: float32)"
+        return f"unknown: no rate is assumed for float32 GEMMs ({key}: float32)"
 
     version, elsewhere = shape.parameters * engine_bytes(config), engines_elsewhere(config, machine)
     ipc = config.weights.carrier.ipc
@@ -260,7 +266,7 @@ def estimate(
         relayed_s=_sent_s(config, version) if elsewhere else None,
         sending=_sending(config) if elsewhere else "",
         ipc=ipc,
-        loaded_s=version / (LENT_RATE if ipc else rollout.workers * COPY_RATE),
+        loaded_s=version / (IPC_RATE if ipc else rollout.workers * COPY_RATE),
         decoding=decoding,
         tokens_per_s=tokens_per_s,
         run_ahead=run_ahead(config),
@@ -291,8 +297,8 @@ def _layer_weights(shape: ModelShape) -> int:
 
 
 def _attention(shape: ModelShape, length: int) -> int:
-    """Return the pairs of numbers that a token multiplies in attention, in a sequence of `length`:
-    it attends to half of the others."""
+    """Return the multiplications of one token in attention, in a sequence of `length` tokens: on
+    average it attends to half of them."""
     return shape.layers * shape.heads * shape.head_dim * length
 
 
@@ -326,9 +332,10 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
 
 
 def forward_passes(config: Config) -> float:
-    """Return the number of passes over the whole batch besides training: before training, under the
-    reference, the proximal policy and the trained weights; and before each later optimizer step
-    under its own weights, over its part. objectives/objective.py requests them."""
+    """Return the number of forward passes over the whole batch besides training, which
+    objectives/objective.py requests: before training, with the reference, the proximal policy and
+    the trained weights; and before each later optimizer step, with its weights, over its part of
+    the batch."""
     objective = config.objective
     corrections, advantage = objective.corrections, objective.advantage
     compares = objective.loss.uses_proximal or bool(corrections)
@@ -399,6 +406,8 @@ def _s(seconds: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRates:
+    """Rates of a run's last steps."""
+
     steps: int
     train_s: float
     """Median over the steps, like the other seconds."""
@@ -420,7 +429,7 @@ def measure(rows: Sequence[MetricRow]) -> MeasuredRates | None:
     step_s = _logged(rows, "time/step_s")
     if len(step_s) < 2:
         return None
-    longest = HOLE_STEPS * median(step_s)
+    longest = STOP_STEPS * median(step_s)
     tokens = busy_s = 0.0
     intervals = 0
     for before, row in itertools.pairwise(rows):
@@ -453,7 +462,7 @@ def update_per_lr(rows: Sequence[MetricRow]) -> float | None:
             number(row, "update/norm"),
             (number(row, "policy/lr") or 0.0) * (number(row, "policy/lr_scale") or 1.0),
         )
-        # A skipped step counts as a zero in the mean over a batch's steps: divide it out.
+        # `update/norm` is a mean over the steps of a batch, with 0 for skipped steps.
         made = 1.0 - (number(row, "policy/skipped") or 0.0)
         if norm and lr > 0 and made > 0:
             ratios.append(norm / made / lr)

@@ -1,14 +1,15 @@
-"""Comparison of the memory that ranks and engines need with that of a GPU in each phase of a run,
-and of a machine and its /dev/shm; keys that would help a GPU, also for a run whose memory ran out.
+"""Comparison of the memory that ranks and engines need with the memory of a GPU in each device
+phase, and with /dev/shm; and changes of the config that lower the need, also for a run whose memory
+ran out.
 
-The phases are those of flow/colocated.py. If engines have GPUs of their own, the peak of a rank is
-in `train`, and an engine has only its share.
+The phases are those of flow/colocated.py. If engines have their own GPUs, the peak of a rank is in
+`train`, and an engine has only its share.
 
 Invariants:
-- a plan is refused only above the available memory; within the error of the estimate it gets a
-  note;
-- a plan proposes only values of keys with which this config and machine can run, and that need less
-  memory; after memory ran out, only values that the config may have.
+- a plan is refused only if it needs more than the available memory; within the error of the
+  estimate it has a note;
+- a plan proposes only values that need less memory and with which this config can run on this
+  machine; after memory ran out, only values that the config's rules accept.
 """
 
 from __future__ import annotations
@@ -106,9 +107,9 @@ def gpu_memory(
         if need.beyond > 0:
             fix = _fix(config, machine, engine, ranks_of, phase, needs)
             problems.append(Problem(key=need.key, what=str(need), fix=fix))
-        # Within the estimate's error nothing is refused.
+        # An estimate below the available memory never refuses a run.
         elif need.total > (1 - ESTIMATE_ERROR) * need.has:
-            notes.append(f"{need}, and the estimate may be {ESTIMATE_ERROR:.0%} off")
+            notes.append(f"{need}, and the error of the estimate may be {ESTIMATE_ERROR:.0%}")
     # Only colocated runs have phases that a user can see.
     order: tuple[Phase, ...] = ("generate", "train", "publish") if "generate" in needs else ()
     return problems, notes, {phase: needs[phase] for phase in order}
@@ -154,11 +155,11 @@ def _needs(
         of=f"that {rollout.gpu_memory_utilization:g} of a GPU gives",
     )
     if ranks and shared:
-        # The ranks of the first node whose GPUs engines use, too.
-        beside = min(
+        # The first node's ranks that share their GPUs with engines.
+        sharing = min(
             -(-config.policy.parallel.ranks // machine.nodes), rollout.engines * rollout.workers
         )
-        stages = {rank_coordinates(config, rank)[-1] for rank in range(beside)}
+        stages = {rank_coordinates(config, rank)[-1] for rank in range(sharing)}
         # The stage that keeps most memory while an engine is active decides.
         kept = max((rank for rank in ranks if rank.stage in stages), key=_kept)
         # While loading, an engine holds new weights in addition to the policy's parameters.
@@ -168,7 +169,7 @@ def _needs(
             parts=(
                 ("the engine's weights", engine.of_worker(rollout)),
                 ("the policy's parameters", _kept(kept)),
-                ("buckets on their way", lent_bytes(config, engine)),
+                ("buckets in flight", ipc_bucket_bytes(config, engine)),
                 *rank_overhead(config),
                 *asleep,
             ),
@@ -181,7 +182,7 @@ def _needs(
             parts=(
                 ("the engine", share),
                 ("the policy's parameters", _kept(kept)),
-                ("buckets on their way", lent_bytes(config, engine)),
+                ("buckets in flight", ipc_bucket_bytes(config, engine)),
                 *rank_overhead(config),
                 *engine_overhead(rollout),
             ),
@@ -194,8 +195,8 @@ def twin_bytes(config: Config, rank: RankMemory) -> int:
     """Return the largest number of bytes of host memory that the training state of a GPU's rank
     needs while engines are active; `controls` includes a small part that is not kept."""
     # Only colocated policies move their state to the host.
-    takes_turns = config.rollout is not None and config.rollout.placement == "colocated"
-    return rank.optimizer + rank.controls if takes_turns else 0
+    colocated = config.rollout is not None and config.rollout.placement == "colocated"
+    return rank.optimizer + rank.controls if colocated else 0
 
 
 def _kept(rank: RankMemory) -> int:
@@ -203,7 +204,7 @@ def _kept(rank: RankMemory) -> int:
     return rank.parameters + min(0, rank.fp8)
 
 
-def lent_bytes(config: Config, engine: EngineMemory) -> int:
+def ipc_bucket_bytes(config: Config, engine: EngineMemory) -> int:
     """Return the bytes of the buckets from which an engine loads on a device that it shares with
     the policy: each has at most weights.bucket_mib, or one tensor that is larger."""
     if not config.weights.carrier.ipc:
@@ -262,7 +263,8 @@ def _fix(
 def _changes(
     config: Config, phase: GpuNeedPhase, share: float | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Changes that may help; the caller tests them. share: of a GPU, for an engine."""
+    """Yield (key, value) of changes that may help; the caller checks them. `share`: proposed value
+    of rollout.gpu_memory_utilization."""
     policy, rollout = config.policy, config.rollout
     if phase == "train":
         yield "policy.recompute", "full"
@@ -281,8 +283,8 @@ def _changes(
         yield "rollout.pipeline", 2 * rollout.pipeline
         if config.weights.carrier.ipc:
             yield "weights.bucket_mib", math.ceil(config.weights.bucket_mib / 4)
-    beside = rollout is not None and rollout.placement == "colocated" and phase != "engine"
-    if phase == "train" or beside:
+    shared = rollout is not None and rollout.placement == "colocated" and phase != "engine"
+    if phase == "train" or shared:
         yield "policy.parallel.tensor", 2 * policy.parallel.tensor
         yield "policy.parallel.pipeline", 2 * policy.parallel.pipeline
         yield "policy.parallel.ranks", 2 * policy.parallel.ranks
@@ -298,15 +300,15 @@ def _share(config: Config, machine: Machine, phase: GpuNeedPhase, need: GpuNeed)
 
 
 class DeviceMemoryOut(RuntimeError):
-    """A device's memory ran out. `phase`: the phase in which it did; `held`: bytes by holder;
-    `fix`: keys that help."""
+    """A device's memory ran out in `phase`. `held`: bytes in use, by purpose. `fix`: keys that
+    help."""
 
     def __init__(self, message: str, phase: Phase, held: Mapping[str, int], fix: str) -> None:
         largest = sorted(held.items(), key=lambda part: -part[1])[:HOLDERS_SHOWN]
         parts = ", ".join(f"{name} {size(count)}" for name, count in largest if count)
         super().__init__(
             f"a device's memory ran out in phase {phase}; this rank's holds {parts or 'nothing'}."
-            f" It was: {message}"
+            f" Error: {message}"
         )
         self.phase = phase
         self.held = held
@@ -314,12 +316,11 @@ class DeviceMemoryOut(RuntimeError):
 
 
 class HostMemoryOut(RuntimeError):
-    """A machine's memory ran out. `phase`: the phase in which it did; `fix`: a change that
-    helps."""
+    """A machine's memory ran out in `phase`. `fix`: a change that helps."""
 
     def __init__(self, message: str, phase: Phase, state: str, fix: str) -> None:
         super().__init__(
-            f"host memory ran out in phase {phase}. It was: {message}. On rank 0's machine now:"
+            f"host memory ran out in phase {phase}. Error: {message}. On rank 0's machine now:"
             f" {state}"
         )
         self.phase = phase
@@ -334,14 +335,14 @@ def memory_ran_out(
     *,
     on_cpu: bool,
 ) -> DeviceMemoryOut | HostMemoryOut | None:
-    """Return the error for a user if memory ran out in a rank or an engine; null for another error.
-    phase: present phase of the rank. held: bytes on its device, by holder. on_cpu: True if policy
-    and engines have no GPU, so that all their memory is the host's."""
+    """Return the error for the user if memory ran out in a rank or an engine; None for any other
+    error. `phase`: present phase of the rank. `held`: returns the bytes in use on its device, by
+    purpose. `on_cpu`: True if policy and engines run on CPUs, whose memory is the host's."""
     memory = out_of_memory(error)
     if memory is None:
         return None
-    # An engine's error may arrive while the ranks are in another phase.
-    phase = getattr(error, "phase", phase)  # an engine's own
+    # An engine's error has its own phase, because the ranks may be in another phase by now.
+    phase = getattr(error, "phase", phase)
     # On a CPU device memory is host memory, and device keys would not help.
     if memory == "host" or on_cpu:
         message = " ".join(described(error).splitlines()[:LINES_SHOWN]).rstrip(".")
@@ -371,8 +372,9 @@ def host_fix(config: Config, device: Device) -> str:
 
 
 def _host_changes(config: Config, device: Device) -> Iterator[tuple[str, Any]]:
-    """Yield changes that need less host memory. Without a GPU it contains weights, caches and
-    activations, and more ranks would not help, because they share it."""
+    """Yield (key, value) of changes that need less host memory."""
+    # On a CPU, host memory also contains weights, caches and activations. All ranks share it, so
+    # more ranks would not help.
     policy, rollout = config.policy, config.rollout
     if device == "cpu":
         if rollout is not None:
@@ -392,8 +394,8 @@ def _host_changes(config: Config, device: Device) -> Iterator[tuple[str, Any]]:
 
 
 def _gpu_bytes(machine: Machine) -> int:
-    """Return the memory of the largest GPU in bytes; the plan does not know which GPU a process
-    gets."""
+    """Return the memory of the largest GPU in bytes."""
+    # The largest, because it is unknown which GPU a process gets.
     return max(gpu.memory for gpu in machine.gpus)
 
 
@@ -411,7 +413,7 @@ def with_value(config: Config, key: str, value: Any) -> Config | None:
     place = tree
     for section in sections:
         place = place[section]
-    # On the dumped tree: a Config is frozen, and its rules must run again.
+    # A change of the tree, because a Config is frozen and its rules must be checked again.
     place[name] = value
     try:
         return validated(tree)
@@ -420,8 +422,8 @@ def with_value(config: Config, key: str, value: Any) -> Config | None:
 
 
 def gib(count: int, *, up: bool = False) -> str:
-    """Return a number of bytes in GiB. `up`: rounded up, so that a need above the available memory
-    also reads so."""
+    """Return a number of bytes in GiB, as text. `up`: round up, so that a need above the available
+    memory does not look equal to it."""
     tenths = 10 * count / GIB
     return f"{(math.ceil(tenths) if up else round(tenths)) / 10:.1f} GiB"
 
@@ -437,7 +439,7 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
         Problem(
             key="weights.transport",
             what=(
-                f"{what}, {math.ceil(needed / MIB)} MiB, must fit into /dev/shm, which has"
+                f"{what} ({math.ceil(needed / MIB)} MiB) must fit into /dev/shm, which has"
                 f" {free // MIB} MiB free"
             ),
             fix=f"enlarge /dev/shm (docker run {shm_size(needed, 0)})",
@@ -449,8 +451,8 @@ def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> 
     """Return the bytes of weights in the /dev/shm of rank 0's machine, and their description."""
     if config.weights.carrier.ipc:
         ranks = config.policy.parallel.ranks if device_of(config, machine) == "cpu" else 0
-        return ranks * lent_bytes(config, engine), f"two buckets of each of {ranks} ranks"
-    # Receivers copy a version into their machine's memory; here that is rank 0's.
+        return ranks * ipc_bucket_bytes(config, engine), f"two buckets of each of {ranks} ranks"
+    # Each engine's copy is in its own machine's memory; engines on rank 0's machine count here.
     own = config.weights.carrier.per_engine and not engines_elsewhere(config, machine)
     receivers = engine_count(config) if own else 0
     what = "two versions of the model" + (f", and two for each of {receivers} engines" * own)
@@ -469,7 +471,7 @@ def shared_memory(
 
 
 def shm_size(weights: int, store: int) -> str:
-    """Return Docker's option for a /dev/shm with room for both, and for queues of vLLM and NCCL."""
+    """Return Docker's option for a /dev/shm that is large enough."""
     # One GiB more, for the queues of vLLM and NCCL.
     return f"--shm-size={math.ceil((weights + store) / GIB) + 1}g"
 

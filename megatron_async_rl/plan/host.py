@@ -1,9 +1,10 @@
-"""Host memory of each machine of a run: the total of its ranks, engines and shared memory.
+"""Host memory of each machine of a run: its ranks, its engines and /dev/shm.
 
 Invariants:
-- `certain` parts are sizes of tensors that the run allocates; a plan is refused only if they alone
-  exceed a machine's memory. The other parts are estimates; if they exceed it, a note reports it;
-- /dev/shm is memory of the machine, so its content is a part, too.
+- `certain` parts are sizes of tensors that the run allocates. A plan is refused only if these parts
+  alone exceed a machine's memory. The other parts are estimates: if the total with them exceeds the
+  memory, the plan only has a note;
+- /dev/shm is part of the machine's memory, so its content counts.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from megatron_async_rl.watchdog.host_memory import largest_processes
 
 KEY = "host memory"
 PROCESS_BYTES = GIB
-"""Memory of a rank's or an engine's process besides its tensors: Python, torch, libraries."""
+"""Estimated memory of a process without its tensors: Python, torch and other libraries."""
 PARTS_NAMED = 4
 
 
 @dataclass(frozen=True)
 class HostPart:
-    """`size` in bytes, of all processes of a machine. `shared`: True for memory in /dev/shm."""
+    """One use of host memory. `size`: bytes, summed over the processes of a machine. `certain`:
+    False for an estimate. `shared`: True for memory in /dev/shm."""
 
     name: str
     size: int
@@ -54,7 +56,7 @@ class HostPart:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Host memory of each of `count` equal machines, the first of them number `first`."""
+    """Host memory of each of `count` equal machines; `first` is the number of the first one."""
 
     first: int
     count: int
@@ -66,7 +68,7 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """Bytes that the run is expected to use on one of these machines."""
+        """Expected use of one of these machines, in bytes."""
         return sum(part.size for part in self.parts)
 
     @property
@@ -75,7 +77,7 @@ class HostMemory:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes in /dev/shm, part of `total`."""
+        """Bytes in /dev/shm, included in `total`."""
         return sum(part.size for part in self.parts if part.shared)
 
 
@@ -89,11 +91,13 @@ def host_memory(
     longest: int,
     routed_bytes: int = 0,
 ) -> tuple[HostMemory, ...]:
-    """Return the memory of every machine, grouped if equal. `ranks`: one per pipeline stage; empty
-    for a layout that does not divide. `longest`: tokens of the longest prompt + response.
-    `routed_bytes`: bytes of the experts recorded for each token of a sample."""
+    """Return the memory of all machines; adjacent equal machines are one entry.
+
+    `ranks`: memory of a rank of each pipeline stage; empty for a layout that does not divide, for
+    which the result is empty, too. `longest`: tokens of the longest prompt + response.
+    `routed_bytes`: bytes per token for the recorded experts."""
     parallel = config.policy.parallel
-    # Without a layout it is unknown which ranks share a machine.
+    # With such a layout it is undefined which ranks share a machine.
     if not ranks or parallel.ranks % machine.nodes or parallel.ranks % parallel.replica_ranks:
         return ()
     each = [
@@ -108,13 +112,12 @@ def host_memory(
             (*parts, *_shared(config, machine, device, engine, node, longest, routed_bytes))
             for node, parts in enumerate(each)
         ]
-    found, first = [], 0
-    # Adjacent machines with the same parts are one row.
-    for parts, alike in groupby(tuple(part for part in one if part.size) for one in each):
-        count = len(list(alike))
-        found.append(HostMemory(first=first, count=count, parts=parts))
+    hosts, first = [], 0
+    for parts, equal in groupby(tuple(part for part in one if part.size) for one in each):
+        count = len(list(equal))
+        hosts.append(HostMemory(first=first, count=count, parts=parts))
         first += count
-    return tuple(found)
+    return tuple(hosts)
 
 
 def _of_ranks(
@@ -122,7 +125,7 @@ def _of_ranks(
 ) -> Iterator[HostPart]:
     """Yield the memory of the ranks of machine number `node`."""
     share = config.policy.parallel.ranks // machine.nodes
-    # Nodes with engines alone come after those with ranks.
+    # Machines with engines only have the highest numbers.
     if node >= machine.nodes:
         return
     here = [
@@ -130,7 +133,7 @@ def _of_ranks(
         for rank in range(node * share, (node + 1) * share)
     ]
     if device == "cpu":
-        # Estimates must not refuse a run, so they are separate from allocations.
+        # Estimates are a separate part, because they must not refuse a run.
         estimated = sum(one.activations + one.logprobs for one in here)
         yield HostPart("the ranks' training state", sum(one.total for one in here) - estimated)
         yield HostPart("activations and log-probs", estimated, certain=False)
@@ -146,16 +149,16 @@ def _of_ranks(
 def _of_engines(
     config: Config, machine: Machine, device: Device, engine: EngineMemory | None, node: int
 ) -> Iterator[HostPart]:
-    """Yield the memory of the engines that machine number `node` may get."""
+    """Yield the memory of the engines that may run on machine number `node`."""
     rollout = config.rollout
     if rollout is None or engine is None:
         return
     count = engines_on(config, machine, device, node)
     if device == "cpu":
         yield HostPart("engines' weights", count * engine.weights)
-        # vLLM reserves the cache, but pages are touched only as it fills.
+        # vLLM reserves the cache, but the kernel allocates its pages only as it fills.
         yield HostPart("engines' key-value caches", count * (engine.cache or 0), certain=False)
-    # The actor, vLLM's core, and its workers if there are several.
+    # The Ray actor, vLLM's engine core, and its workers if there are several.
     processes = 2 + (rollout.workers if rollout.workers > 1 else 0)
     size = count * PROCESS_BYTES * (processes if device == "cuda" else 1)
     yield HostPart("processes of engines", size, certain=False)
@@ -168,7 +171,7 @@ def engines_on(config: Config, machine: Machine, device: Device, node: int) -> i
         return engines if node == 0 else 0
     if device == "cuda":
         ranks = config.policy.parallel.ranks // machine.nodes if node < machine.nodes else 0
-        # Ray may place all engines on one node, so the plan assumes the worst case.
+        # Ray may place as many engines on one node as fit, so the plan assumes that it does.
         return min(engines, engine_room(config, len(machine.gpus) - ranks))
     if machine.engine_nodes:
         return -(-engines // machine.engine_nodes) if node >= machine.nodes else 0
@@ -186,9 +189,9 @@ def _shared(
 ) -> Iterator[HostPart]:
     """Yield the parts in the /dev/shm of machine number `node`."""
     assert config.rollout is not None
-    # Two versions, because engines read one while the next is written.
+    # Two versions: engines read one while the trainer writes the next.
     weights = 2 * engine.weights
-    # The controller and Ray's head run here, with the objects of a batch.
+    # The controller and Ray's head node run on machine 0, with the objects of a batch.
     if node == 0:
         weights, _ = in_shared_memory(config, engine, machine)
     elsewhere = engines_elsewhere(config, machine)
@@ -204,7 +207,7 @@ def _shared(
         store = object_store_bytes(responses, tokens)
         yield HostPart("Ray's object store in /dev/shm", store, certain=False, shared=True)
         routed = routed_bytes * responses * tokens
-        yield HostPart("experts that engines chose", routed, certain=False)
+        yield HostPart("experts chosen by engines", routed, certain=False)
 
 
 def host_problems(
@@ -213,20 +216,20 @@ def host_problems(
     hosts: Sequence[HostMemory],
     hosts_of: Callable[[Config], Sequence[HostMemory]],
 ) -> tuple[list[Problem], list[str]]:
-    """Return problems of machines with less memory than is certainly needed, and notes on those
-    whose memory the estimates exceed. `hosts_of`: the memory of another config, empty for a config
-    that cannot run."""
+    """Return problems of machines whose memory the certain parts exceed, and notes on machines
+    whose memory only the total with estimates exceeds. `hosts_of`: returns the memory of another
+    config; empty for a config that cannot run."""
     problems, notes = [], []
     for host in hosts if machine.memory else ():
         named = f"{host.machines}: " if len(hosts) > 1 else ""
-        # Only sizes of real allocations refuse a run.
+        # Estimates must not refuse a run.
         refused = host.certain > machine.memory
         blamed = [part for part in host.parts if part.certain or not refused]
         largest = sorted(blamed, key=lambda part: -part.size)[:PARTS_NAMED]
         parts = ", ".join(f"{part.name} {gib(part.size)}" for part in largest)
         what = (
-            f"{named}about {gib(host.total)} of host memory are needed of {gib(machine.memory)}"
-            f" ({parts})"
+            f"{named}about {gib(host.total)} of host memory are needed, more than the available"
+            f" {gib(machine.memory)} ({parts})"
         )
         if refused:
             problems.append(Problem(key=KEY, what=what, fix=_fix(config, host, hosts_of)))
@@ -238,19 +241,19 @@ def host_problems(
 def free_memory_problems(
     config: Config, machine: Machine, device: Device, hosts: Sequence[HostMemory], node: int = 0
 ) -> list[Problem]:
-    """Return problems of a run for which machine number `node`, this machine, has no free memory,
-    because other programs hold it."""
+    """Return the problem that this machine, number `node` of the run, has too little free memory
+    because other programs use it; or none."""
     here = next((host for host in hosts if host.first <= node < host.first + host.count), None)
-    # A described machine has no other programs.
+    # The free memory of a described machine is unknown.
     if machine.free_memory is None or here is None:
         return []
-    # Free memory changes by the second, so the benefit of the doubt is the user's.
+    # Free memory and the estimate are both uncertain: a doubtful case is not refused.
     if (1 - ESTIMATE_ERROR) * here.total <= machine.free_memory:
         return []
     return [
         Problem(
             key=KEY,
-            what=f"about {gib(here.total)} of host memory are needed, and"
+            what=f"about {gib(here.total)} of host memory are needed, but only"
             f" {gib(machine.free_memory)} are free; largest processes:"
             f" {'; '.join(largest_processes())}",
             fix=host_fix(config, device),
@@ -261,7 +264,8 @@ def free_memory_problems(
 def _fix(
     config: Config, host: HostMemory, hosts_of: Callable[[Config], Sequence[HostMemory]]
 ) -> str:
-    """Keys that lower the memory of these machines, the most effective first."""
+    """Return a fix that names the settings which lower the memory of this machine, the most
+    effective first."""
     helpful = []
     for key, value in (
         ("checkpoint.asynchronous", False),
@@ -274,7 +278,7 @@ def _fix(
         then = next((one.total for one in hosts if one.first == host.first), host.total)
         if then < host.total:
             helpful.append((then, f"{key}: {json.dumps(value).strip(chr(34))} (then {gib(then)})"))
-    larger = "take machines with more memory, or more of them"
+    larger = "use machines with more memory, or more machines"
     if not helpful:
         return larger
     return f"set {' or '.join(text for _, text in sorted(helpful))}, or {larger}"

@@ -1,18 +1,19 @@
-"""Questions of `mar init`. Options answer them in advance; without a terminal every other question
-takes its default.
+"""Questions of `mar init`. An option answers its question in advance. Without a terminal, every
+other question takes its default.
 
-    model -> data, whose columns are read -> prompt column -> held-out data -> reward
+    model -> data (its columns are read) -> prompt column -> held-out data -> reward
           -> answer column, if the reward reads one -> GPUs -> style
 
 Invariants:
-- an answer is checked before the next question;
-- when a later check refuses an answer, only that question is repeated;
-- without a terminal nothing reads the standard input, and each default that was taken is reported.
+- every answer is checked before the next question;
+- if a later check refuses an answer, only its question is repeated;
+- without a terminal nothing reads the standard input, and every default is reported.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -31,12 +32,11 @@ from megatron_async_rl.plan.reward_choice import SETTING, RewardChoice, names_of
 from megatron_async_rl.rollout.rewards.registry import RewardError, required_fields
 
 ROWS = 50
-"""Rows from which the columns are read."""
+"""Number of rows whose columns are read."""
 SPLIT, NONE = "5%", "none"
-ON_HUB = "name a model's folder, or a model on a hub: hf://OWNER/NAME"
+MODEL_FIX = "name a model's directory, or a model on a hub: hf://OWNER/NAME"
 GPU_MEMORY_GIB = 80.0
 REQUIRED = {"model": "--model MODEL", "data": "--data FILE"}
-# The order is that of the questions: later checks use earlier answers.
 OPTIONS = {
     "model": "--model",
     "data": "--data",
@@ -47,9 +47,9 @@ OPTIONS = {
     "gpus": "--gpus",
     "style": "--style",
 }
-"""Question -> the option that answers it, in the order of the questions."""
-# The first match wins, so longer keys come before their sections.
-BLAMED = (
+"""Option that answers each question, in the order of the questions: checks use earlier answers."""
+# The first match counts, so a longer key precedes its section.
+QUESTION_OF_KEY = (
     ("model", "model"),
     ("data.eval", "eval"),
     ("data.prompt_key", "prompt_key"),
@@ -63,39 +63,44 @@ BLAMED = (
     ("host memory", "gpus"),
     *((option, name) for name, option in OPTIONS.items()),
 )
-"""Beginning of a problem's key -> the question whose answer is at fault."""
+"""(prefix of a problem's key, the question whose answer causes such problems)."""
 
 Check = Callable[[str], Any]
-"""Turn an answer into its value. Raises UserError."""
+"""Function that returns the value of an answer. Raises UserError."""
 
 
 def at_terminal() -> bool:
-    """True if a user can answer."""
-    # A daemon has no standard input at all.
+    """Return True if a user can answer questions."""
+    # A process without a standard input, such as a daemon, has None there.
     return sys.stdin is not None and sys.stdin.isatty()
 
 
 class Interview:
-    """`given`: what options answered, by question; `settings`: of the reward. `report`: called with
-    lines for the user."""
+    """The questions and the answers so far.
+
+    `given`: answers from options, by question. `out`: file to write. `settings`: values of
+    `--setting`, for the reward. `report`: prints a message to the user.
+    """
 
     def __init__(
         self,
         given: Mapping[str, str],
         *,
+        out: Path,
         settings: Sequence[str] = (),
         as_chat: bool = False,
         gpu_memory_gib: float | None = None,
         terminal: bool,
         report: Callable[[str], None],
     ) -> None:
-        # Consumed as questions are asked: an option answers once, then the user does.
+        # Each entry is removed when it is used: if it is refused, the user answers.
         self._given = dict(given)
+        self._out = out
         self._settings, self._as_chat = settings, as_chat
         self._gpu_memory_gib = gpu_memory_gib
         self._terminal, self._report = terminal, report
         self._texts: dict[str, str] = {}
-        self._found: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self._columns: list[str] = []
         self._questions: Mapping[str, Callable[[], None]] = {
             "model": self._model,
@@ -108,78 +113,87 @@ class Interview:
             "style": self._style,
         }
 
-    def ask(self) -> InitAnswers:
-        """Prompt for every answer. Raises UserError for an option that is wrong, and for a question
-        without a default if there is no terminal."""
-        # All at once, so that a script does not fail once per option.
+    def run(self) -> InitAnswers:
+        """Get all answers. Raises UserError for a wrong option and, without a terminal, for a
+        missing answer that has no default."""
+        # All missing options at once, so that a script does not fail once for each.
         missing = [options for name, options in REQUIRED.items() if name not in self._given]
         if missing and not self._terminal:
             fix = f"add {' '.join(missing)}; every other question has a default"
             problems = [
-                Problem(key=one.split()[0], what="is needed without a terminal", fix=fix)
+                Problem(key=one.split()[0], what="is required without a terminal", fix=fix)
                 for one in missing
             ]
             raise UserError("mar init", problems)
         try:
             for question in self._questions.values():
                 question()
-        # Ctrl-C or end of input: answers that were given must not be lost.
+        # Ctrl-C or the end of the input.
         except typer.Abort:
-            self._keep()
+            self._report_command()
             raise
         return self._answers()
 
-    def again(self, error: UserError) -> InitAnswers:
-        """Repeat the question whose answer caused `error`, and keep every other answer. Raises the
-        error itself without a terminal, or if no question caused it."""
+    def repeat(self, error: UserError) -> InitAnswers:
+        """Repeat the question whose answer caused `error`, and keep all other answers. Raises
+        `error` itself without a terminal, or if no answer caused it."""
         key = error.problems[0].key if error.problems else ""
-        blamed = next((name for start, name in BLAMED if key.startswith(start)), None)
-        # Asking again makes sense only where a user can answer differently.
-        if not self._terminal or blamed is None:
+        name = next((name for start, name in QUESTION_OF_KEY if key.startswith(start)), None)
+        if not self._terminal or name is None:
             raise error
         self._report(f"{error}\nThe other answers are kept.")
         try:
-            self._questions[blamed]()
-            if blamed == "data":  # other data, other columns
+            self._questions[name]()
+            # Other data may have other columns, and another reward may read other columns.
+            if name == "data":
                 self._prompt_key()
-            # Another reward may read another column.
-            if blamed in ("data", "reward"):
+            if name in ("data", "reward"):
                 self._answer_key()
         except typer.Abort:
-            self._keep()
+            self._report_command()
             raise
         return self._answers()
 
     def _answers(self) -> InitAnswers:
-        found = self._found
+        values = self._values
         return InitAnswers(
-            model=found["model"],
-            data=found["data"],
-            held_out=found["eval"],
+            model=values["model"],
+            data=values["data"],
+            held_out=values["eval"],
             columns=InitColumns(
-                prompt_key=found["prompt_key"],
-                answer_key=found["answer_key"],
+                prompt_key=values["prompt_key"],
+                answer_key=values["answer_key"],
                 as_chat=self._as_chat,
             ),
-            reward=found["reward"],
-            gpus=found["gpus"],
-            gpu_memory_gib=self._memory_gib(found["gpus"]),
-            style=found["style"],
+            reward=values["reward"],
+            gpus=values["gpus"],
+            gpu_memory_gib=self._memory_gib(values["gpus"]),
+            style=values["style"],
         )
 
-    def _keep(self) -> None:
-        """Report the command that has the answers so far."""
-        given = " ".join(f"{OPTIONS[name]} {_shown(text)}" for name, text in self._texts.items())
-        if given:
-            self._report(f"\nTo continue with the same answers: mar init {given}")
+    def _report_command(self) -> None:
+        """Report a command with the answers so far, so that they are not lost."""
+        # Options that were not used yet are answers, too.
+        answers = {**self._given, **self._texts}
+        if not answers:
+            return
+        words = ["mar", "init", str(self._out)]
+        for name, text in answers.items():
+            words += [OPTIONS[name], text]
+        for setting in self._settings:
+            words += ["--setting", setting]
+        words += ["--as-chat"] if self._as_chat else []
+        if self._gpu_memory_gib is not None:
+            words += ["--gpu-memory", f"{self._gpu_memory_gib:g}"]
+        self._report(f"\nTo continue with the same answers: {shlex.join(words)}")
 
-    def _ask(self, name: str, question: str, default: str | None, check: Check) -> None:
-        """Answer one question: by its option, at the terminal, or by its default."""
-        # Popped: when the question is asked again, the option must not answer it again.
+    def _resolve(self, name: str, question: str, default: str | None, check: Check) -> None:
+        """Get one answer: from its option, from the terminal, or its default."""
+        # Removed, so that the option does not answer a repeated question.
         given = self._given.pop(name, None)
         if given is not None:
             try:
-                self._take(name, given, check)
+                self._store(name, given, check)
                 return
             except UserError as error:
                 if not self._terminal or _is_setting(error):
@@ -189,37 +203,41 @@ class Interview:
 
             def checked(text: str) -> str:
                 try:
-                    self._take(name, text, check)
+                    self._store(name, text, check)
                 except UserError as error:
                     if _is_setting(error):
-                        raise  # no other answer helps
+                        raise  # `--setting` is wrong, which no other answer would fix
                     problem = error.problems[0]
-                    # click prompts again after a BadParameter.
+                    # click repeats its prompt after a BadParameter.
                     raise typer.BadParameter(f"{problem.what}; {problem.fix}") from None
                 return text
 
             typer.prompt(question, default=default, err=True, value_proc=checked)
             return
-        assert default is not None, "those without a default are required"
-        self._take(name, default, check)
-        self._report(f"note: {OPTIONS[name]} {_shown(default)}, as nothing else was given")
+        assert default is not None, "questions without a default have required options"
+        self._store(name, default, check)
+        self._report(f"note: {OPTIONS[name]} {shlex.quote(default)} by default")
 
-    def _take(self, name: str, text: str, check: Check) -> None:
-        # The check may raise; then neither value nor text is kept.
-        self._found[name] = check(text)
+    def _store(self, name: str, text: str, check: Check) -> None:
+        # If the check raises, neither the value nor the text is stored.
+        self._values[name] = check(text)
         self._texts[name] = text
 
     def _model(self) -> None:
-        self._ask("model", "Model, a Hugging Face directory or hf://OWNER/NAME", None, _is_model)
+        self._resolve(
+            "model", "Model: a Hugging Face directory, or hf://OWNER/NAME", None, _is_model
+        )
 
     def _data(self) -> None:
-        question = "Data, a file of prompts (JSONL, JSON, Parquet, CSV) or hf://datasets/OWNER/NAME"
-        self._ask("data", question, None, self._read_columns)
+        question = (
+            "Data: a file of prompts (JSONL, JSON, Parquet, CSV), or hf://datasets/OWNER/NAME"
+        )
+        self._resolve("data", question, None, self._read_columns)
 
     def _read_columns(self, text: str) -> str:
         columns = columns_of("--data", "data.train", text)
         for name in ("prompt_key", "answer_key"):
-            # Columns given as options are checked as soon as the columns are known.
+            # Options that name columns are checked as soon as the columns are known.
             if name in self._given:
                 _require_column(OPTIONS[name], self._given[name], columns)
         self._columns = columns
@@ -228,17 +246,20 @@ class Interview:
     def _prompt_key(self) -> None:
         columns = self._columns
         if "prompt" in columns and "prompt_key" not in self._given:
-            self._found["prompt_key"] = "prompt"
+            self._values["prompt_key"] = "prompt"
             return
-        # The first synonym in the list, not in the file: it is the most common name.
+        # The first of SYNONYMS, which start with the most common names, not the first column.
         guess = next((one for one in SYNONYMS["prompt"] if one in columns), None)
         if guess is None and not self._terminal:
             _require_column("--prompt-key", self._given.get("prompt_key", "prompt"), columns)
-        self._ask(
-            "prompt_key", f"Column of the prompts ({', '.join(columns)})", guess, self._column
+        self._resolve(
+            "prompt_key",
+            f"Column of the prompts ({', '.join(columns)})",
+            guess,
+            self._prompt_column,
         )
 
-    def _column(self, text: str) -> str:
+    def _prompt_column(self, text: str) -> str:
         _require_column("--prompt-key", text, self._columns)
         return text
 
@@ -247,21 +268,21 @@ class Interview:
             "Held-out data: a file, hf://datasets/OWNER/NAME#SPLIT, a share to split off, or"
             f" {NONE}"
         )
-        self._ask("eval", question, SPLIT, self._held_out)
+        self._resolve("eval", question, SPLIT, self._held_out)
 
     def _held_out(self, text: str) -> str | float | None:
-        """A path, a share of the data, or null for none."""
+        """Return a path, the share of the data to split off, or None for no held-out data."""
         if text == NONE:
             return None
         share = re.fullmatch(r"(\d+(?:\.\d+)?) *%", text)
         if share is not None:
             if not 0 < float(share[1]) < 100:
                 fix = f"write a share between 0 and 100 %, such as {SPLIT}"
-                raise UserError.of("--eval", f"{text} leaves no rows on one side", fix)
+                raise UserError.of("--eval", f"{text} leaves one side without rows", fix)
             return float(share[1]) / 100
         columns = columns_of("--eval", "data.eval", text)
-        # Held-out prompts are read by the same column.
-        _require_column("--eval", self._found["prompt_key"], columns, of=text)
+        # data.prompt_key also applies to held-out data.
+        _require_column("--eval", self._values["prompt_key"], columns, of=text)
         return text
 
     def _reward(self) -> None:
@@ -269,50 +290,52 @@ class Interview:
             "Reward: math, code, arithmetic, countdown, judge, http or module:function; or an"
             " environment: tools, agent, verifiers, openenv or module:Class"
         )
-        self._ask("reward", question, "math", self._choose_reward)
+        self._resolve("reward", question, "math", self._choose_reward)
 
     def _choose_reward(self, text: str) -> RewardChoice:
         try:
             names_of(text)
         except ValueError as error:
-            raise UserError.of("--reward", str(error), "name one of these") from None
+            raise UserError.of("--reward", str(error), "use one of these names") from None
         choice = RewardChoice.of(text, self._settings)
-        read = self._read_by(choice)
-        # `answer` may come from another column.
-        there = {*self._columns, "answer"}  # the next question is the column for it
-        lacking = [one for one in read if one not in there]
-        if lacking:
-            what = f"{text} reads the column {lacking[0]}; the data has {_listed(self._columns)}"
-            raise UserError.of("--reward", what, "name another reward, or add the column")
-        if "answer" in read and not (self._answer_there() or self._terminal):
+        read = self._columns_read_by(choice)
+        # The next question selects a column for `answer`, so it need not exist.
+        missing = [one for one in read if one not in {*self._columns, "answer"}]
+        if missing:
+            what = (
+                f"{text} reads the column {missing[0]}, and the data has {_listed(self._columns)}"
+            )
+            raise UserError.of("--reward", what, "choose another reward, or add the column")
+        if "answer" in read and not (self._has_answer_column() or self._terminal):
             raise _no_answer(text, self._columns)
         return choice
 
-    def _read_by(self, choice: RewardChoice) -> set[str]:
-        """Columns that a reward reads, as far as it is known."""
+    def _columns_read_by(self, choice: RewardChoice) -> set[str]:
+        """Return the columns that the chosen rewards read, as far as they declare them."""
         read: set[str] = set()
         for name in choice.names:
             try:
                 read |= set(required_fields(name, choice.settings.get(name) or {}))
             except (RewardError, TypeError):
-                continue  # the plan names what is wrong with its settings
+                continue  # the plan reports what is wrong with the settings
         return read
 
-    def _answer_there(self) -> bool:
-        guessed = {"answer", *SYNONYMS["answer"]} - {self._found["prompt_key"]}
-        return "answer_key" in self._given or bool(guessed & set(self._columns))
+    def _has_answer_column(self) -> bool:
+        names = {"answer", *SYNONYMS["answer"]} - {self._values["prompt_key"]}
+        return "answer_key" in self._given or bool(names & set(self._columns))
 
     def _answer_key(self) -> None:
-        """Prompt only if the reward reads a column that the data lacks."""
-        columns = [one for one in self._columns if one != self._found["prompt_key"]]
-        # A column that nothing reads is not asked for.
-        needed = "answer" in self._read_by(self._found["reward"]) and "answer" not in columns
+        """Get the column of the answers if the reward reads `answer` and the data has no such
+        column."""
+        columns = [one for one in self._columns if one != self._values["prompt_key"]]
+        read = self._columns_read_by(self._values["reward"])
+        needed = "answer" in read and "answer" not in columns
         if not needed and "answer_key" not in self._given:
-            self._found["answer_key"] = ""
+            self._values["answer_key"] = ""
             return
         guess = next((one for one in SYNONYMS["answer"] if one in columns), None)
         question = f"Column of the answers ({', '.join(columns)})"
-        self._ask("answer_key", question, guess, self._answer_column)
+        self._resolve("answer_key", question, guess, self._answer_column)
 
     def _answer_column(self, text: str) -> str:
         _require_column("--answer-key", text, self._columns)
@@ -320,12 +343,12 @@ class Interview:
 
     def _gpus(self) -> None:
         default = str(len(this_machine().gpus))
-        question = "GPUs of the machine; 0: train on the CPU"
-        self._ask("gpus", question, default, _is_count)
+        question = "Number of GPUs of the machine; 0 trains on the CPU"
+        self._resolve("gpus", question, default, _is_count)
 
     def _memory_gib(self, gpus: int) -> float:
-        """GiB of each GPU: the given size, or that of this machine's GPUs if it has enough of
-        them."""
+        """Return the memory of each GPU in GiB: from the option, else of this machine's GPUs if it
+        has that many, else GPU_MEMORY_GIB."""
         here = this_machine().gpus
         if self._gpu_memory_gib is not None:
             return self._gpu_memory_gib
@@ -334,7 +357,7 @@ class Interview:
         return GPU_MEMORY_GIB
 
     def _style(self) -> None:
-        self._ask("style", f"Style: {', '.join(STYLES)}", next(iter(STYLES)), _is_style)
+        self._resolve("style", f"Style: {', '.join(STYLES)}", next(iter(STYLES)), _is_style)
 
 
 def _is_setting(error: UserError) -> bool:
@@ -342,15 +365,15 @@ def _is_setting(error: UserError) -> bool:
 
 
 def columns_of(option: str, key: str, text: str) -> list[str]:
-    """Columns of the first rows of a file or of a data set on a hub. `key`: of the config, which
-    decides the split. Raises UserError."""
+    """Return the columns in the first rows of a file or of a data set on a hub. `option` and `key`
+    name it in errors; `key`, a config key, also selects the split on a hub. Raises UserError."""
     try:
         name = parse(Path(text))
         place = fetch(key, name) if name is not None else Path(text).expanduser()
-        # A dict keeps the order of the columns, and rows may differ in them.
+        # A dict for unique columns in their order; rows may have different columns.
         columns = {one: None for _, _, row in islice(read_rows(place), ROWS) for one in row}
     except DataError as error:
-        # The config's key, too: a message is the same whenever the file is found wanting.
+        # With the config key, as in the message of `mar plan`.
         raise UserError("", [error.problem(f"{option} ({key})")]) from None
     if not columns:
         raise UserError.of(option, f"{text} has no rows", "name a file of prompts")
@@ -365,11 +388,11 @@ def _require_column(option: str, column: str, columns: Sequence[str], of: str = 
     )
     likely = next((one for one in SYNONYMS[role] if one in columns), "COLUMN")
     what = f"{of} has no column {column!r} (its columns: {_listed(columns)})"
-    raise UserError.of(option, what, f"name an existing one: {named} {likely}")
+    raise UserError.of(option, what, f"name an existing column: {named} {likely}")
 
 
 def _no_answer(reward: str, columns: Sequence[str]) -> UserError:
-    what = f"{reward} reads the column answer; the data has {_listed(columns)}"
+    what = f"{reward} reads the column answer, and the data has {_listed(columns)}"
     return UserError.of("--answer-key", what, "name the column of the answers: --answer-key COLUMN")
 
 
@@ -380,7 +403,7 @@ def _listed(columns: Sequence[str]) -> str:
 def _is_model(text: str) -> str:
     if not text.startswith("hf:") and not Path(text).expanduser().is_dir():
         on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", text)
-        fix = f"the model of that name on a hub is hf://{text}" if on_hub else ON_HUB
+        fix = f"for the model of that name on a hub, write hf://{text}" if on_hub else MODEL_FIX
         raise UserError.of("--model", f"{text} is not a directory", fix)
     return text
 
@@ -396,7 +419,3 @@ def _is_style(text: str) -> str:
         what = f"{text!r} is not one of {', '.join(STYLES)}"
         raise UserError.of("--style", what, f"write {next(iter(STYLES))}")
     return text.lower()
-
-
-def _shown(text: str) -> str:
-    return text if re.fullmatch(r"[\w./:@#%+=,-]+", text) else f"'{text}'"

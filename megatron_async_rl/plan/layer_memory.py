@@ -1,7 +1,7 @@
-"""Bytes that a rank's layers keep of a micro-batch for its backward pass, and bytes of FP8 weights
-and adapters. Activations are within 5 % of the bytes that autograd keeps for local layers on a CPU.
-On a GPU, with Transformer Engine's layers and with FP8, they follow the kernels' source and are not
-measured.
+"""Bytes of a micro-batch that a rank's layers keep for its backward pass, and bytes of FP8 weights
+and adapters. For local layers on a CPU, activations are within 5 % of the bytes that autograd
+keeps. On a GPU, with Transformer Engine's layers and with FP8, they follow the kernels' source and
+are not measured.
 
 Attention is torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a
 GPU has no such kernel. With policy.fp8 inputs of GEMMs are counted in FP8.
@@ -45,10 +45,12 @@ def activations(
     micro_batches: int | None = None,
 ) -> int:
     """Return the bytes of a rank's layers in flight, of the last norm, and of the hidden states
-    from which log-probs and values are computed. With policy.recompute: full each layer keeps only
-    its input, and one layer at a time is recomputed; with `selective` each keeps what attention
-    keeps, but no scores, and one layer's at a time. micro_batches: of `tokens`, if fewer run than
-    the schedule holds."""
+    from which log-probs and values are computed. `micro_batches`: number of micro-batches that run,
+    if it is below that of the schedule.
+
+    With policy.recompute: full each layer keeps only its input, and one layer at a time is
+    recomputed. With `selective` each layer leaves out the tensors between the projections of
+    attention, and one layer at a time recomputes them."""
     count = layers_in_flight(config, shape, stage)
     if micro_batches is not None:
         # Fewer micro-batches than the schedule could hold.
@@ -56,20 +58,20 @@ def activations(
     recompute, parallel = config.policy.recompute, config.policy.parallel
     kept = partial(layer_activations, config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
     numbers = tokens * shape.hidden // (parallel.tensor if parallel.sequence else 1)
-    beside = -fp8_inputs(config, shape, stage=stage, tokens=tokens, layers=count)
+    others = -fp8_inputs(config, shape, stage=stage, tokens=tokens, layers=count)
     if stage == parallel.pipeline - 1:
-        beside += numbers * _norm_bytes(config, shape, on_gpu=on_gpu)
+        others += numbers * _norm_bytes(config, shape, on_gpu=on_gpu)
         # Whole on every tensor-parallel rank; the value head computes with a float32 copy.
         valued = config.objective.value is not None and config.model.dtype != "float32"
-        beside += tokens * shape.hidden * (value_bytes(config) + (FLOAT32 if valued else 0))
-    beside += context_masks(config, tokens, longest, on_gpu=on_gpu, layers=layers, count=count)
+        others += tokens * shape.hidden * (value_bytes(config) + (FLOAT32 if valued else 0))
+    others += context_masks(config, tokens, longest, on_gpu=on_gpu, layers=layers, count=count)
     if recompute == "none":
-        return count * kept() + beside
+        return count * kept() + others
     if recompute == "selective":
         without = kept(core=False)
-        return count * without + (kept() - without) + beside
+        return count * without + (kept() - without) + others
     # Each layer keeps its input; one layer at a time is recomputed.
-    return count * numbers * value_bytes(config) + kept() + beside
+    return count * numbers * value_bytes(config) + kept() + others
 
 
 def context_masks(
@@ -144,8 +146,8 @@ def layer_activations(
     divided = 3 * (queries + keys) * own + shape.heads * FLOAT32
     if parallel.context > 1 and core:
         # Queries, half of them in reverse, and the attention of two pieces, separate and combined;
-        # keys and values of all ranks (Transformer Engine keeps only this rank's). On GPUs torch's
-        # kernels need as many heads of these as of queries.
+        # keys and values of all ranks (Transformer Engine keeps only this rank's). On GPUs, torch's
+        # kernels need keys and values of every query head.
         divided += queries * own // 2 - 3 * keys * own
         divided += 2 * parallel.context * (queries if on_gpu else keys) * own
     if shape.family.head_norms:

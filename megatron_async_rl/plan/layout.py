@@ -31,22 +31,23 @@ class PlannedProcess:
 
 
 def device_of(config: Config, machine: Machine) -> Device:
+    """Return the device of policy and engines on `machine`."""
     if config.policy.device == "auto":
-        # The planned machine decides, which may be another one.
+        # The machine of the plan decides, which need not be this one.
         return "cuda" if machine.gpus else "cpu"
     return config.policy.device
 
 
 def rank_environment(config: Config, machine: Machine) -> dict[str, str]:
-    """Return environment variables of trainer ranks. Ranks planned for GPUs never use the CPU
-    silently.
+    """Return environment variables of trainer ranks. They prevent ranks that are planned for GPUs
+    from using the CPU silently.
 
-    Megatron-Core launches a message of tensor or context parallelism before the kernels with which
-    it overlaps; up to Hopper the GPU keeps that order only with one queue."""
+    Megatron-Core launches the communication of tensor or context parallelism before the kernels
+    that overlap with it. Up to Hopper, GPUs keep that order only with a single hardware queue."""
     parallel = config.policy.parallel
     if device_of(config, machine) != "cuda":
         return {}
-    # An unknown capability counts as an older GPU, for which one queue does no harm.
+    # An unknown capability counts as an older GPU: a single queue is always correct.
     blackwell = all((gpu.capability or (0, 0)) >= (10, 0) for gpu in machine.gpus)
     ordered = blackwell or max(parallel.tensor, parallel.context) == 1
     return {PLANNED_DEVICE: "cuda"} | ({} if ordered else {CONNECTIONS: "1"})
@@ -122,10 +123,10 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Planned
 
 
 def engines_elsewhere(config: Config, machine: Machine) -> bool:
-    """Return True if engines may be on other machines than rank 0's: with a carrier that reaches
-    them, in a Ray cluster that the run joins. Machines that are described, or counted, are assumed
-    to be such a cluster."""
-    # Without a cluster Ray starts on this machine alone.
+    """Return True if engines may run on other machines than rank 0's. This requires a carrier that
+    reaches other machines, and a Ray cluster that the run joins."""
+    # Described and counted machines are assumed to be a cluster. Without one, Ray starts on this
+    # machine only.
     joins = machine.described or machine.engine_nodes or os.environ.get("RAY_ADDRESS")
     return config.weights.carrier.other_machines and bool(joins)
 
@@ -137,8 +138,7 @@ def engine_count(config: Config) -> int:
 
 
 def _engine_place(config: Config, device: Device, engine: int, ranks: int, machine: Machine) -> str:
-    """Return the place of an engine: after the `ranks` ranks of its node; without shared memory,
-    any machine of the Ray cluster."""
+    """Return the device of an engine, as text. `ranks`: number of ranks on its node."""
     assert config.rollout is not None
     workers = config.rollout.workers
     if engines_elsewhere(config, machine):
@@ -147,14 +147,14 @@ def _engine_place(config: Config, device: Device, engine: int, ranks: int, machi
         return f"{place} with as many free" if device == "cuda" else place
     if device == "cpu":
         return number_of("thread", workers)
-    # Colocated engines share the ranks' GPUs; others follow after them.
+    # Colocated engines share the GPUs of the ranks; others use the next GPUs.
     first = engine * workers + (0 if config.rollout.placement == "colocated" else ranks)
     return f"GPU {first}" if workers == 1 else f"GPU {first}-{first + workers - 1}"
 
 
 def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str, str], ...]:
-    """Return name of each machine of a run over several machines -> its processes; machines with
-    only engines are grouped. Empty for a layout that does not divide."""
+    """Return (name, processes) of each machine; machines with engines only are one entry. Empty for
+    a run on one machine, and for a layout that does not divide."""
     ranks, rollout = config.policy.parallel.ranks, config.rollout
     if machine.nodes + machine.engine_nodes == 1 or ranks % machine.nodes:
         return ()
@@ -164,7 +164,7 @@ def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str
     for node in range(machine.nodes):
         parts = [counted("rank", node * share, share)]
         parts[0] += f" on {counted('GPU', 0, share)}" if on_gpu else ""
-        # The controller lives next to rank 0, which it serves.
+        # The controller runs on the machine of rank 0, which requests its batches.
         if node == 0 and rollout is not None:
             parts += ["the controller"] + ["the engines"] * (not elsewhere)
         if on_gpu and elsewhere and has > share:
@@ -178,7 +178,7 @@ def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str
             if on_gpu and rollout is not None
             else ""
         )
-        found.append((name, f"engines alone{maximum}"))
+        found.append((name, f"engines only{maximum}"))
     return tuple(found)
 
 
@@ -186,7 +186,7 @@ def counted(noun: str, first: int, count: int) -> str:
     """Format `count` things that are numbered from `first`."""
     if count == 1:
         return f"{noun} {first}"
-    # GPU 0-3 reads better than GPUs 0-3 in a table.
+    # A table has `GPU 0-3`, without a plural.
     plural = noun if noun == "GPU" else f"{noun}s"
     return f"{plural} {first}-{first + count - 1}"
 
@@ -194,23 +194,23 @@ def counted(noun: str, first: int, count: int) -> str:
 def engine_room(config: Config, gpus: int) -> int:
     """Return the number of engines that fit on `gpus` GPUs of one machine."""
     assert config.rollout is not None
-    # Workers of one engine share memory, so an engine stays on one machine.
+    # All workers of an engine must be on one machine.
     return max(0, gpus) // config.rollout.workers
 
 
-def gpus_wanted(config: Config, machine: Machine, node: int = 0) -> int:
-    """Return the number of GPUs of machine number `node` that its ranks use, from the first, and
-    then engines, except engines that may be anywhere."""
+def gpus_required(config: Config, machine: Machine, node: int = 0) -> int:
+    """Return the number of GPUs that ranks and engines require on machine number `node`, without
+    engines that may run on any machine. Ranks use the first GPUs, engines the next."""
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     if rollout is None or node > 0 or engines_elsewhere(config, machine):
         return ranks
     engines = engine_count(config) * rollout.workers
-    # Colocated processes share the GPUs, the larger side decides.
+    # Colocated ranks and engines share the GPUs, so the larger number decides.
     return max(ranks, engines) if rollout.placement == "colocated" else ranks + engines
 
 
 def gpus_used(config: Config, machine: Machine) -> int:
-    """Return the number of GPUs of all machines that ranks and engines use."""
+    """Return the number of GPUs that ranks and engines use on all machines."""
     ranks, rollout = config.policy.parallel.ranks, config.rollout
     if rollout is None:
         return ranks
@@ -223,12 +223,13 @@ def spread_notes(config: Config, device: Device, machine: Machine) -> list[str]:
     parallel = config.policy.parallel
     share = parallel.ranks // machine.nodes
     group = parallel.tensor * parallel.context
-    # Tensor and context groups are contiguous ranks: they fit if they divide a node's share.
+    # The ranks of a tensor and context group are contiguous, so each group is within one node if
+    # its size divides the node's number of ranks.
     if device == "cpu" or machine.nodes == 1 or parallel.ranks % machine.nodes or not share % group:
         return []
     context = f" x context {parallel.context}" if parallel.context > 1 else ""
     return [
         f"policy.parallel.tensor: {parallel.tensor}{context} ranks exchange activations in every"
-        f" layer, and a node has {share} of them, so this passes over the network between machines:"
-        " give each more ranks (fewer --trainer-nodes), or lower it"
+        f" layer, and a node has {share} ranks, so activations pass over the network between"
+        " machines: place more ranks on each node (fewer --trainer-nodes), or lower it"
     ]

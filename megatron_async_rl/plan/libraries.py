@@ -1,10 +1,11 @@
-"""CUDA libraries in a process that imports torch and Transformer Engine as a rank does.
+"""Check for duplicate CUDA libraries in a process that imports torch and Transformer Engine like a
+rank.
 
     python -m megatron_async_rl.plan.libraries        the last step of the GPU image's build
 
-torch loads the libraries of the wheels that it was compiled against. Transformer Engine's loader
-prefers those of the system. Two copies of one library in a process fail at the import, in
-`torch.backends.cudnn.version()`, or in the middle of a step. Needs no GPU and no driver.
+torch loads the libraries of the wheels that it was compiled against; Transformer Engine's loader
+prefers the system's libraries. Two copies of one library make the import fail, or
+`torch.backends.cudnn.version()`, or a later training step. The check needs no GPU and no driver.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SHARED = ("libcudnn", "libcublas", "libcudart", "libnccl")
-"""Beginnings of the names of libraries that exchange handles between torch, Transformer Engine and
-vLLM, and of their parts: a process may have one file of each. libnvrtc and libcurand pass none
-on."""
+"""Name prefixes of the libraries whose handles torch, Transformer Engine and vLLM exchange: a
+process may load only one file of each, and of each of their parts. libnvrtc and libcurand are not
+listed because their handles are not exchanged."""
 MAPS = Path("/proc/self/maps")
 
 
 class LibraryConflict(RuntimeError):
-    """A process has two files of one CUDA library, or another than torch was compiled against."""
+    """Error: a process loaded two files of a CUDA library, or not the file that torch was compiled
+    against."""
 
 
 def loaded(maps: str) -> dict[str, set[str]]:
-    """Files of each of the SHARED libraries in a process. maps: the text of /proc/PID/maps."""
-    # The kernel marks libraries whose file was replaced since.
+    """Return the files of each SHARED library that a process has loaded. `maps`: text of
+    /proc/PID/maps."""
+    # The kernel appends (deleted) if the file was removed after it was loaded.
     files = re.findall(r"(/\S*/lib[^/\s]*\.so[.\d]*)(?: \(deleted\))?$", maps, re.MULTILINE)
     found: dict[str, set[str]] = {}
     for file in files:
@@ -41,31 +44,32 @@ def loaded(maps: str) -> dict[str, set[str]]:
 
 
 def require_one_of_each(found: Mapping[str, Collection[str]], wheels: Path) -> None:
-    """Raise LibraryConflict unless each library is one file, and the wheels' where these have it.
-    found: as `loaded`. wheels: the folder that NVIDIA's wheels install to."""
+    """Raise LibraryConflict unless each library in `found` (from `loaded`) is one file, and the
+    wheels' own file if the wheels contain the library. `wheels`: the install folder of NVIDIA's
+    wheels."""
     for name, files in sorted(found.items()):
         own = {str(file) for file in wheels.glob(f"*/lib/{name}.so*")}
-        # Handles of one copy are invalid in the other.
+        # A handle that one copy created is invalid in the other.
         if len(files) > 1:
             raise LibraryConflict(
-                f"two files of {name} are loaded: {', '.join(sorted(files))}. Remove the file that"
-                f" is not in {wheels}: a base image without cuDNN has none"
+                f"two files of {name} are loaded: {', '.join(sorted(files))}; fix: remove the file"
+                f" outside {wheels}, for example with a base image that does not contain cuDNN"
             )
         if own and not own.issuperset(files):
             raise LibraryConflict(
                 f"{name} is loaded from {', '.join(files)}, and torch was compiled against"
-                f" {', '.join(sorted(own))}: unset LD_PRELOAD and LD_LIBRARY_PATH"
+                f" {', '.join(sorted(own))}; fix: unset LD_PRELOAD and LD_LIBRARY_PATH"
             )
 
 
 def check() -> None:
-    """Import what a rank imports, in its order, and look at what is loaded. Raise LibraryConflict,
-    or what an import raised."""
-    # torch first, as a rank does: its libraries decide which others are found.
+    """Import torch and Transformer Engine in a rank's order, and check the loaded libraries. Raises
+    LibraryConflict, or the error of an import."""
+    # torch first, like a rank: the libraries that it loads decide which others the loader finds.
     torch = importlib.import_module("torch")
     if find_spec("transformer_engine") is not None:
         importlib.import_module("transformer_engine.pytorch")
-    torch.backends.cudnn.version()  # compares the loaded cuDNN with the one of the build
+    torch.backends.cudnn.version()  # fails if the loaded cuDNN does not fit torch's build
     wheels = Path(sysconfig.get_path("purelib"), "nvidia")
     require_one_of_each(loaded(MAPS.read_text(encoding="utf-8")), wheels)
 

@@ -1,5 +1,5 @@
-"""Resources of this machine, read from the operating system: cores, memory, shared memory, GPUs.
-Loads no GPU library."""
+"""Resources of a machine: cores, memory, shared memory and GPUs, from the operating system or from
+the command line. Loads no GPU library."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ NVIDIA_SMI_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A model of GPU on its SXM board, according to NVIDIA's data sheet. Per second: floating-point
-    operations of dense GEMMs in bfloat16 and in FP8 (null: unsupported), bytes of its own memory.
-    `sizes`: GiB of memory with which it is sold."""
+    """GPU model on its SXM board, from NVIDIA's data sheet."""
 
     name: str
     sizes: tuple[float, ...]
+    """Memory sizes that are sold, in GiB."""
     capability: tuple[int, int]
+    """CUDA's compute capability."""
     bfloat16: float
+    """FLOP/s of dense GEMMs in bfloat16."""
     fp8: float | None
+    """FLOP/s of dense GEMMs in FP8; null if unsupported."""
     memory_rate: float
+    """HBM bandwidth in bytes per second."""
 
 
-# Data sheets give dense rates; sparse ones are twice as high and never reached.
+# Dense rates: the sparse rates of data sheets are twice as high, and training does not use them.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -74,10 +77,10 @@ CHIPS = {
         ),
     )
 }
-"""GPUs whose speed a plan can estimate. If a machine is described by its memory alone, the first
-GPU with that memory is assumed."""
-ON_A_CARD = re.compile(r"PCIe|NVL|MIG", re.IGNORECASE)
-"""Matches the names of slower variants of these GPUs."""
+"""GPUs whose speed a plan can estimate. For a machine described by its GPU memory alone, the plan
+assumes the first GPU with that memory."""
+SLOWER_VARIANTS = re.compile(r"PCIe|NVL|MIG", re.IGNORECASE)
+"""Matches the names of variants that are slower than the SXM board."""
 
 
 @dataclass(frozen=True)
@@ -88,40 +91,40 @@ class Gpu:
     capability: tuple[int, int] | None = None
     """CUDA's compute capability; null if unknown."""
     used: int = 0
-    """Bytes of `memory` in use by all processes."""
+    """Bytes of `memory` that all processes use."""
     index: str = ""
     """Index of the GPU in nvidia-smi."""
     users: tuple[str, ...] = ()
-    """Descriptions of the processes on it, as far as they are visible: not from inside a
-    container."""
+    """Descriptions of the processes on it; empty inside a container, where they are not
+    visible."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`memory` and `shared_memory` in bytes: the total that may be used, and the free part of
-    /dev/shm (0: there is none). `described`: True if it was described on the command line, so that
-    only its GPUs are known and no files are. `transformer_engine`: its version, null if it is
-    not installed; for a described machine that of requirements/gpu.txt.
-
-    `nodes`: number of machines like this one with ranks, each with equally many; the first has the
-    engines that get their weights by shared memory. `engine_nodes`: further machines like this one,
-    with engines alone.
-    """
+    """One of the equal machines of a run, and their number."""
 
     cores: int
     memory: int
+    """Host memory that the run may use, in bytes; 0 if unknown."""
     shared_memory: int
+    """Free bytes of /dev/shm; 0 if it does not exist."""
     gpus: tuple[Gpu, ...]
     nodes: int = 1
+    """Number of machines with ranks, each with the same number of ranks. Engines that receive
+    weights through shared memory run on the first one."""
     engine_nodes: int = 0
+    """Number of further machines, with engines only."""
     described: bool = False
+    """True if the command line describes the machine: its cores and files are then unknown."""
     transformer_engine: str | None = None
+    """Installed version of Transformer Engine, null if there is none; for a described machine, the
+    version in requirements/gpu.txt."""
     free_memory: int | None = None
     """Bytes of `memory` that no other program holds; null if unknown."""
 
 
 def size(count: int) -> str:
-    """Return a text for a number of bytes, in MiB or GiB."""
+    """Return a number of bytes as text, in MiB or GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
@@ -133,9 +136,9 @@ def described_machine(
     engine_nodes: int = 0,
     chip: Chip | None = None,
 ) -> Machine:
-    """Return `nodes` machines with ranks and `engine_nodes` without, of `gpus` GPUs each, without
-    further details."""
-    # chip_of finds the chip again by this name.
+    """Return the description of `nodes` machines with ranks and `engine_nodes` without, with `gpus`
+    GPUs each."""
+    # chip_of finds the chip by this name.
     name = chip.name.upper() if chip is not None else "GPU"
     gpu = Gpu(
         f"{name} of {gpu_memory_gib:g} GiB",
@@ -156,22 +159,22 @@ def described_machine(
 
 
 def chip_of(machine: Machine) -> Chip | None:
-    """Return the model of the machine's GPUs: by name or, if they are described by their memory
-    alone, the model with that memory. Null: not in CHIPS."""
-    # PCIe, NVL and MIG variants are slower than the data sheet of the SXM board.
-    if not machine.gpus or ON_A_CARD.search(machine.gpus[0].name):
+    """Return the model of the machine's GPUs by their name, or by their memory if the command line
+    describes only that. None if the model is not in CHIPS."""
+    # CHIPS has the rates of the SXM board, which its PCIe, NVL and MIG variants do not reach.
+    if not machine.gpus or SLOWER_VARIANTS.search(machine.gpus[0].name):
         return None
     gpu = machine.gpus[0]
     named = [chip for chip in CHIPS.values() if re.search(rf"\b{chip.name}\b", gpu.name, re.I)]
-    # Memory alone identifies a GPU only if a user described it so.
+    # Memory identifies a model only in a description: real GPUs of other models have it, too.
     if named or not machine.described:
         return named[0] if named else None
-    alike = (
+    matching = (
         chip
         for chip in CHIPS.values()
         if any(abs(gpu.memory / GIB - sold) < 0.05 * sold for sold in chip.sizes)
     )
-    return next(alike, None)
+    return next(matching, None)
 
 
 def this_machine(nodes: int = 1, engine_nodes: int = 0) -> Machine:
@@ -189,9 +192,9 @@ def this_machine(nodes: int = 1, engine_nodes: int = 0) -> Machine:
 
 
 def _transformer_engine() -> str | None:
-    """Return the version of Transformer Engine if it is installed with its part for torch. It loads
-    that part as a file by its path: next to the package, in it, or in its `wheel_lib`, depending on
-    how it was built."""
+    """Return the version of Transformer Engine; None unless its extension for torch is
+    installed."""
+    # The extension is next to the package, in it, or in its wheel_lib, depending on the build.
     found = find_spec("transformer_engine")
     places = found.submodule_search_locations if found is not None else None
     if not any(
@@ -203,17 +206,17 @@ def _transformer_engine() -> str | None:
     try:
         return version("transformer-engine")
     except PackageNotFoundError:
-        # Its parts alone cannot be imported: they require the version of this package, too.
+        # Parts without the package itself: the import fails, and `mar doctor` reports it.
         return "not known"
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, limited by the
-    container's quota."""
-    # Not os.cpu_count(), which ignores affinity.
+    """Return the number of cores that this process may use, by its affinity and its container's CPU
+    quota."""
+    # os.cpu_count() ignores the affinity.
     cores = len(os.sched_getaffinity(0))
     try:
-        # Containers limit time instead of cores.
+        # A container limits CPU time per period; it does not hide cores.
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return cores
@@ -221,9 +224,9 @@ def usable_cores() -> int:
 
 
 def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs in their present state: those that CUDA would show with `visible` as
-    CUDA_VISIBLE_DEVICES, null for all."""
-    # CUDA's two ways of hiding every GPU.
+    """Return the GPUs that CUDA shows if CUDA_VISIBLE_DEVICES is `visible` (None: unset), with
+    their memory in use now."""
+    # Both values hide every GPU from CUDA.
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
     command = shutil.which("nvidia-smi")
@@ -233,9 +236,9 @@ def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
         command, "--query-gpu=index,uuid,name,memory.total,compute_cap,memory.used"
     )
     if visible is not None:
-        wanted = [one.strip() for one in visible.split(",")]
-        # In the order of the variable, which is the order of CUDA's device numbers.
-        rows = [row for one in wanted for row in rows if one == row[0] or row[1].startswith(one)]
+        names = [one.strip() for one in visible.split(",")]
+        # CUDA numbers its devices in the order of the variable.
+        rows = [row for one in names for row in rows if one == row[0] or row[1].startswith(one)]
     users = _users(command) if any(row[5].isdigit() and int(row[5]) for row in rows) else {}
     return tuple(
         Gpu(
@@ -247,13 +250,13 @@ def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
             users=tuple(users.get(row[1], ())),
         )
         for row in rows
-        # nvidia-smi prints [N/A] for a value that a driver does not report.
+        # nvidia-smi prints [N/A] for a value that the driver does not report.
         if row[3].isdigit()
     )
 
 
 def _users(command: str) -> dict[str, list[str]]:
-    """Return the processes with memory on a GPU, by its uuid."""
+    """Return descriptions of the processes with memory on each GPU, by the GPU's UUID."""
     users: dict[str, list[str]] = {}
     query = "--query-compute-apps=gpu_uuid,pid,used_memory,process_name"
     for gpu, pid, used, name in _query_output(command, query):
@@ -263,10 +266,10 @@ def _users(command: str) -> dict[str, list[str]]:
 
 
 def _query_output(command: str, query: str) -> list[list[str]]:
-    """Return the rows of nvidia-smi's answer. None if the tool exists without a working driver:
-    there is no usable GPU, and `mar doctor` reports it."""
+    """Return the rows that nvidia-smi prints; empty if it fails."""
+    # It fails without a working driver. Then there is no usable GPU, as `mar doctor` reports.
     try:
-        answer = subprocess.run(
+        output = subprocess.run(
             [command, query, "--format=csv,noheader,nounits"],
             capture_output=True,
             encoding="utf-8",
@@ -278,5 +281,5 @@ def _query_output(command: str, query: str) -> list[list[str]]:
         return []
     # The last field, a process name, may contain commas.
     commas = query.count(",")
-    lines = [line for line in answer.splitlines() if line.count(",") >= commas]
+    lines = [line for line in output.splitlines() if line.count(",") >= commas]
     return [[cell.strip() for cell in line.split(",", commas)] for line in lines]

@@ -1,4 +1,4 @@
-"""Bytes each trainer rank and each engine needs, by arithmetic on the model's sizes.
+"""Bytes that each trainer rank and each engine needs, by arithmetic on the model's sizes.
 
 Weights, gradients, optimizer state and KV cache are exact up to padding; activations are counted in
 layer_memory.py. With policy.fp8 weights count twice, in both orientations.
@@ -83,10 +83,10 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
-    """Bytes of one engine. `weights`: as they arrive. `layer`: one of its `layers`, as the engine
-    keeps it; `embedding`: the embedding and the last norm; `output`: an output layer that is not
-    the embedding; `largest`: its largest tensor. `cache` is null on a GPU, where it gets the rest
-    of `rollout.gpu_memory_utilization`."""
+    """Bytes of one engine. `weights`: all weights, as the trainer sends them. As the engine stores
+    them: `layer`, one of its `layers` layers; `embedding`, with the last norm; `output`, an output
+    layer that is not the embedding. `largest`: the largest tensor. `cache`: null on a GPU, where
+    the cache uses the rest of `rollout.gpu_memory_utilization`."""
 
     weights: int
     layers: int
@@ -105,7 +105,7 @@ class EngineMemory:
     def of_worker(self, rollout: RolloutConfig) -> int:
         """Return the weights of a worker of the largest stage: the first has the embedding, the
         last the output layer."""
-        # vLLM gives uneven layers to some stages; the largest one decides.
+        # If the layers do not divide, some stages have one more; the largest stage decides.
         layers = -(-self.layers // rollout.pipeline) * self.layer
         output = self.output if rollout.pipeline == 1 else 0
         return (self.embedding + layers + output) // rollout.tensor
@@ -182,9 +182,9 @@ def rank_memory(
         * LOGIT_COPIES
     )
     if config.policy.recompute == "full":
-        # They are freed before the first layer is recomputed, which reuses their memory.
-        remade = layer_activations(config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
-        chunk = max(0, chunk - remade)
+        # Logits are freed before the first layer is recomputed, which reuses their memory.
+        recomputed = layer_activations(config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
+        chunk = max(0, chunk - recomputed)
     head = 0
     narrow = config.policy.optimizer.gradient_dtype == "bfloat16"
     if (parallel.overlap_grad_reduce or narrow) and lora is None:
@@ -199,13 +199,13 @@ def rank_memory(
     of_layers = partial(
         activations, config, shape, stage, longest=longest, on_gpu=on_gpu, layers=layers
     )
-    beside, accumulators = of_layers(tokens), 0
+    activated, accumulators = of_layers(tokens), 0
     if measures_baseline(config):
-        # One sequence at a time in addition; whole micro-batches (terms added to the loss, samples
-        # behind an anomaly) only after that.
+        # With the accumulators there is one sequence at a time. Whole micro-batches (terms added to
+        # the loss, samples behind an anomaly) run without the accumulators.
         accumulators = 2 * trained * FLOAT32
         alone = of_layers(-(-segments * longest // parallel.context), micro_batches=1)
-        beside = max(alone, beside - accumulators)
+        activated = max(alone, activated - accumulators)
     step = config.rollout.sampling.max_tokens if config.rollout is not None else longest
     targets = TARGET_BYTES * samples * segments * step
     return RankMemory(
@@ -214,7 +214,7 @@ def rank_memory(
         gradients=gradient_bytes(config, trained, own) + accumulators,
         optimizer=own * state_bytes(config) - offloaded,
         controls=kept + update_bytes(config, own, largest_parameter(shape, parallel.tensor)),
-        activations=beside,
+        activations=activated,
         # Only the last stage has logits.
         logprobs=chunk + head + targets if stage == parallel.pipeline - 1 else 0,
         held=share * held_bytes(config) + own * past_master_bytes(config),
@@ -305,7 +305,7 @@ def held_bytes(config: Config) -> int:
     if _compares(config) and objective.proximal == "ewma":
         held += FLOAT32
     proximal = _compares(config) and objective.proximal == "snapshot"
-    # Other weights are put in place for a pass, so the trained ones wait in host memory.
+    # During a pass of another policy, host memory contains the trained weights, which it replaces.
     placed = own if held or proximal else 0
     if proximal:
         held += objective.snapshots * own
@@ -359,7 +359,7 @@ def product_bytes(config: Config) -> int:
 def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineMemory:
     rollout = config.rollout
     if rollout is None:
-        raise ValueError("a supervised run has no engines")
+        raise ValueError("a supervised run does not have engines")
     per_token = shape.kv_values_per_token * engine_bytes(config)
     # On a GPU vLLM uses the remaining memory for the cache, which is not known here.
     cache = None if on_gpu else int(rollout.kv_cache_gib * GIB)

@@ -1,7 +1,9 @@
-"""Sizes of a model: from the config.json of its directory, of the hub's cache, or of PUBLISHED, the
-models that the recipes and the pages name, so that `mar plan` needs no weights. Opens no weights.
+"""Sizes of a model, from its config.json; no weights are opened.
 
-A config.json in model.path is preferred to one in the cache, and that one to PUBLISHED.
+The first of these that exists is used, so `mar plan` works without a model's files:
+- the config.json in model.path;
+- the config.json in the hub's cache;
+- PUBLISHED, a table of the models that recipes and pages use.
 """
 
 from __future__ import annotations
@@ -21,11 +23,7 @@ KEY = "model.path"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder. `context` is the longest sequence it takes, in tokens.
-
-    experts: of each layer, 0 in a dense model; each token visits `experts_per_token`. intermediate:
-    of one expert, or of the MLP.
-    """
+    """Sizes of a decoder."""
 
     family: Family
     hidden: int
@@ -34,11 +32,15 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
+    """Columns of the MLP, or of one expert."""
     vocabulary: int
     context: int
+    """Length of the longest sequence, in tokens."""
     tied: bool
+    """True if input and output embeddings are one matrix."""
     attention_bias: bool
     experts: int = 0
+    """Experts per layer; 0 in a dense model."""
     experts_per_token: int = 0
 
     @property
@@ -47,21 +49,20 @@ class ModelShape:
         # Grouped-query attention: keys and values have fewer heads.
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         bias = qkv if self.attention_bias else 0
-        # Gate, up and down; experts are counted apart, as nothing but expert parallelism divides
-        # them.
+        # Gate, up and down projections. Tensor parallelism does not divide experts, which
+        # `layer_experts` counts.
         mlp = 0 if self.experts else 3 * self.hidden * self.intermediate
         return self.hidden * qkv + bias + self.heads * self.head_dim * self.hidden + mlp
 
     @property
     def routed_bytes(self) -> int:
-        """Bytes of the experts that a token goes to, in all layers, as samples have them."""
-        # One byte indexes 256 experts.
+        """Bytes that a sample stores per token for the experts chosen in all layers."""
+        # One byte can index 256 experts.
         return self.layers * self.experts_per_token * (1 if self.experts <= 256 else 2)
 
     @property
     def layer_experts(self) -> int:
-        """Parameters of one layer's experts, which expert parallelism divides and nothing else
-        does."""
+        """Parameters of one layer's experts, which only expert parallelism divides."""
         return self.experts * 3 * self.hidden * self.intermediate
 
     @property
@@ -85,26 +86,26 @@ class ModelShape:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Key and value entries one token leaves in an engine's cache."""
+        """Number of key and value elements per token in an engine's cache."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
 def read_model(path: Path, *, weights: bool = True) -> tuple[ModelShape | None, list[Problem]]:
-    """The shape, where config.json gives one, and everything wrong with the directory. `weights`
-    false: they need not be there."""
+    """Return the shape (None if config.json does not define one) and all problems of the directory.
+    `weights`: the weight files must exist."""
     if not path.is_dir():
         return None, [_problem(f"{path} is not a directory", _where_to_look(path))]
     # All problems of a directory are reported together.
-    looked = (_weights(path) if weights else None, _tokenizer(path))
-    problems = [problem for problem in looked if problem]
+    checked = (_weights(path) if weights else None, _tokenizer(path))
+    problems = [problem for problem in checked if problem]
     shape, wrong = _shape(path / "config.json")
     return shape, wrong + problems
 
 
 def published_shape(path: Path) -> tuple[ModelShape, str] | None:
-    """The shape of a published model whose folder is not here, and where it comes from; null where
-    it is not known, or the model cannot be trained."""
-    # A directory that is here always wins.
+    """Return the shape of a published model whose directory does not exist here, and the source of
+    the shape; None if the model is unknown or cannot be trained."""
+    # An existing directory takes precedence, even if it is damaged.
     found = None if path.is_dir() else published_config(path)
     if found is None:
         return None
@@ -119,13 +120,15 @@ def _problem(what: str, fix: str) -> Problem:
 def _where_to_look(path: Path) -> str:
     if path.exists():
         return "name the model's directory, not a file in it"
-    # A cached folder was removed: the hub has it still.
+    # A folder of the hub's cache was removed; the hub still has the model.
     on_hub = name_of(path)
     if on_hub is not None:
-        return f"it was a folder of the hub's cache: name {on_hub}, and it is fetched again"
+        return (
+            f"it was a folder of the hub's cache: set model.path to {on_hub} to download it again"
+        )
     return (
-        "point it at a Hugging Face model directory, or at a model on a hub, hf://OWNER/NAME; the"
-        " commands in the first lines of an example's config write its model"
+        "set it to a Hugging Face model directory or to a model on a hub, hf://OWNER/NAME; the"
+        " first lines of an example's config contain the commands that create its model"
     )
 
 
@@ -134,7 +137,7 @@ def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
         return None, [
             _problem(
                 f"{path} does not exist",
-                "point it at a Hugging Face model directory, which holds config.json",
+                "set it to a Hugging Face model directory, which contains config.json",
             )
         ]
     try:
@@ -150,20 +153,20 @@ def _no_config(path: Path, error: Exception) -> Problem:
 
 
 def _shape_of(content: Mapping[str, Any], path: Path) -> tuple[ModelShape | None, list[Problem]]:
-    """`content`: of config.json. `path`: what a problem names."""
+    """Return the shape that `content` of the config.json at `path` defines, or its problems."""
     try:
-        # Before any size is read: keys of other families have other meanings.
+        # Before any size is read: in other families the same keys have other meanings.
         ruled_out = unsupported(content)
         if ruled_out is not None:
             return None, [
                 _problem(
                     f"{path}: {ruled_out.key} is {ruled_out.value!r}, which this trainer does not"
-                    " compute exactly",
+                    " support",
                     f"use a model with {ruled_out.key}: {ruled_out.supported}",
                 )
             ]
         family = FAMILIES[content["model_type"]]
-        # int(): configs of converted models hold numbers as text.
+        # int(): configs of converted models contain numbers as text.
         heads = int(content["num_attention_heads"])
         hidden = int(content["hidden_size"])
         mixture = family.mixture
@@ -172,7 +175,7 @@ def _shape_of(content: Mapping[str, Any], path: Path) -> tuple[ModelShape | None
             hidden=hidden,
             layers=int(content["num_hidden_layers"]),
             heads=heads,
-            # Older configs have no grouped-query heads, and some write null.
+            # Older configs lack this key, and some have null.
             kv_heads=int(content.get("num_key_value_heads") or heads),
             head_dim=int(content.get("head_dim") or hidden // heads),
             intermediate=int(content["moe_intermediate_size" if mixture else "intermediate_size"]),
@@ -181,7 +184,7 @@ def _shape_of(content: Mapping[str, Any], path: Path) -> tuple[ModelShape | None
             tied=bool(content.get("tie_word_embeddings", family.tied)),
             attention_bias=family.model_type == "qwen2"
             or bool(content.get("attention_bias", False)),
-            # transformers 5 writes the second name.
+            # transformers 5 writes the second key.
             experts=(
                 int(content.get("num_experts") or content["num_local_experts"]) if mixture else 0
             ),
@@ -215,10 +218,10 @@ def _weights(path: Path) -> Problem | None:
                 "download them again",
             )
         return None
-    # A model in one file has no index.
+    # A model with a single weight file has no index.
     if not any(path.glob("*.safetensors")):
         return _problem(
-            f"{path} holds no *.safetensors weights",
+            f"{path} contains no *.safetensors weights",
             "save the model in safetensors format (save_pretrained does)",
         )
     return None
@@ -228,7 +231,7 @@ def _tokenizer(path: Path) -> Problem | None:
     if (path / "tokenizer.json").is_file() or (path / "tokenizer.model").is_file():
         return None
     return _problem(
-        f"{path} holds neither tokenizer.json nor tokenizer.model",
+        f"{path} contains neither tokenizer.json nor tokenizer.model",
         "copy the model's tokenizer files into it",
     )
 
@@ -304,23 +307,23 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen2.5-7B": _qwen25(3584, 28, 28, 4, 18944),
     "Qwen/Qwen2.5-32B": _qwen25(5120, 64, 40, 8, 27648),
 }
-"""Name on the Hugging Face hub -> keys of config.json."""
+"""Content of config.json by the model's name on the Hugging Face hub."""
 
 
 @dataclass(frozen=True)
 class PublishedConfig:
-    """The config.json of a model whose files are not here. `source`: where it comes from."""
+    """Content of the config.json of a model that is not here, and its source as text."""
 
     content: Mapping[str, Any]
     source: str
 
 
 def published_config(path: Path) -> PublishedConfig | None:
-    """The config.json of the model that `path` names: a name on a hub, or a folder that would hold
-    a model of the table under its own name, such as models/Qwen3-8B. Null for any other path."""
+    """Return the config.json for `path`: a name on a hub, or a folder whose last part is that of a
+    name in PUBLISHED, such as models/Qwen3-8B. None for any other path."""
     name = parse(path)
     ids = [name.id] if name is not None else [one for one in PUBLISHED if _is_last(one, path)]
-    # The cache first: a published config may have been corrected since.
+    # The cache first: it may be newer than the table.
     for one in ids:
         cached = cached_file(one, CONFIG)
         if cached is not None:

@@ -1,11 +1,9 @@
-"""A first configuration from the answers of `mar init`, which `mar plan` accepts.
-
-The layout is the first of a list, from the simplest on, that the plan has no fault with.
+"""A first config from the answers of `mar init`, with the simplest layout that `mar plan` accepts.
 
 Invariants:
-- where engines and policy share devices, no engine samples while the policy trains: the file is
-  then synchronous, whichever style was requested, and a note reports it;
-- a file that is refused leaves nothing behind.
+- a config with a colocated layout is synchronous, because no engine samples while the policy
+  trains. If another style was requested, a note reports the change;
+- if no config is accepted, no file is left behind.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, parse_value
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.data.tokenizer import load_tokenizer
-from megatron_async_rl.plan.held_out import MOST, Split, split_off
+from megatron_async_rl.plan.held_out import MAX_HELD_OUT, Split, split_off
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.preflight import preflight
@@ -48,11 +46,11 @@ RESPONSE_TOKENS = {
     ("cpu", True): 2048,
     ("cpu", False): 256,
 }
-"""rollout.sampling.max_tokens by device, and whether the model thinks before it answers. A response
-that is cut while it thinks has no answer, and so no reward."""
+"""rollout.sampling.max_tokens by (device, the model thinks before it answers). A response that ends
+within its thoughts has no answer, and therefore no reward."""
 SYNCHRONOUS = "synchronous"
 LAYOUT_KEYS = ("policy", "rollout", "host memory")
-"""Beginnings of the keys of faults that depend on the layout."""
+"""Prefixes of the keys of problems that depend on the layout."""
 
 STYLES: Mapping[str, tuple[str, str]] = {
     "asynchronous": (
@@ -67,32 +65,32 @@ controls: [{{name: displacement, tolerated_kl: 0.02}}]
 """,
     ),
     "clipped": (
-        "the same with PPO's clip instead of the correction: less memory, a narrower range of"
-        " learning rates",
+        "like asynchronous, with PPO's clip instead of the correction: less memory, a narrower"
+        " range of learning rates",
         """flow: {{prompts_per_step: {prompts}, group_size: {group}, async_ratio: 2}}
 objective: {{loss: {{name: ppo_clip, clip_high: 0.28}}}}
 """,
     ),
     SYNCHRONOUS: (
-        "generate, train, generate: no sample is stale",
+        "sampling and training alternate: no sample is stale",
         """flow: {{prompts_per_step: {prompts}, group_size: {group}, async_ratio: 0}}
 objective: {{loss: reinforce}}
 """,
     ),
 }
-"""Name -> description; its part of the file."""
+"""(description, lines of the config file) by name. The lines are a format string."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitColumns:
-    """Columns of the prompts and answers in the data."""
+    """Settings of the section `data` on columns."""
 
     prompt_key: str = "prompt"
     answer_key: str = ""
     as_chat: bool = False
 
     def __str__(self) -> str:
-        """Lines of the section `data`."""
+        """Return the lines of the section `data`."""
         lines = [f"  prompt_key: {_scalar(self.prompt_key)}\n" * (self.prompt_key != "prompt")]
         lines += [f"  answer_key: {_scalar(self.answer_key)}\n" * bool(self.answer_key)]
         return "".join([*lines, "  as_chat: true\n" * self.as_chat])
@@ -100,23 +98,27 @@ class InitColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class InitAnswers:
-    """`model`, `data`: local, or names on a hub. `held_out`: the same, or the share of `data` to
-    split off; null for none. `gpus`: of this or of another machine, each of `gpu_memory_gib`; 0
-    trains on the CPU. `style`: one of STYLES."""
+    """Answers to all questions of `mar init`."""
 
     model: str
+    """A path, or a name on a hub."""
     data: str
+    """A path, or a name on a hub."""
     held_out: str | float | None
+    """A path, a name on a hub, or the share of `data` to split off; null for no held-out data."""
     columns: InitColumns
     reward: RewardChoice
     gpus: int
+    """Number of GPUs of this or another machine; 0 trains on the CPU."""
     gpu_memory_gib: float
+    """Memory of each GPU in GiB."""
     style: str
+    """A key of STYLES."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitFiles:
-    """Files that were written, the config first, and notes on deviations from the request."""
+    """The files that `write_config` wrote, the config first, and notes for the user."""
 
     files: Sequence[Path]
     notes: Sequence[str]
@@ -124,8 +126,8 @@ class InitFiles:
 
 @dataclass(frozen=True)
 class InitLayout:
-    """Lines of the sections `policy` and `rollout`. `replicas`: data-parallel ranks; `colocated`:
-    engines and policy share GPUs."""
+    """Lines of the sections `policy` and `rollout`. `replicas`: number of data-parallel ranks.
+    `colocated`: engines and policy share the GPUs."""
 
     policy: str
     rollout: str
@@ -134,10 +136,10 @@ class InitLayout:
 
 
 def write_config(answers: InitAnswers, out: Path) -> InitFiles:
-    """Write `out`, held-out rows that are split off, and files of the user's own to begin with
-    which the reward names. Raises ConfigError where the plan has a fault with every layout: then
-    with the last one's faults; UserError where the data cannot be split."""
-    # Before the config, which is checked by loading what it names.
+    """Write the config `out`, the two parts of split data, and starter files that the reward uses.
+    Raises ConfigError with the problems of the last layout if the plan accepts none, and UserError
+    if the data cannot be split."""
+    # Files first: the plan checks the config by loading the files that it names.
     starters = answers.reward.starters()
     split: Split | None = None
     notes: list[str] = []
@@ -151,9 +153,9 @@ def write_config(answers: InitAnswers, out: Path) -> InitFiles:
                 notes.append("the data has no two distinct prompts, so none is held out")
             else:
                 answers = replace(answers, data=str(split.train), held_out=str(split.held_out))
-                notes.append(_of_split(split))
+                notes.append(_split_note(split))
         notes += _write_accepted(answers, out)
-    # Also on Ctrl-C: a refused config leaves nothing behind.
+    # Also on Ctrl-C.
     except BaseException:
         for file in starters:
             file.unlink(missing_ok=True)
@@ -165,7 +167,7 @@ def write_config(answers: InitAnswers, out: Path) -> InitFiles:
 
 
 def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
-    """The two parts of the data, in a folder next to the file."""
+    """Split the data into two files in a folder next to `out`."""
     name = parse(Path(answers.data))
     data = fetch("data.train", name) if name is not None else Path(answers.data).expanduser()
     folder = out.parent / f"{out.stem}_data"
@@ -180,45 +182,45 @@ def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
         ) from error
 
 
-def _of_split(split: Split) -> str:
-    maximum = f" (at most {MOST} prompts)" if split.held_out_rows >= MOST else ""
+def _split_note(split: Split) -> str:
+    maximum = f" (at most {MAX_HELD_OUT} prompts)" if split.held_out_rows >= MAX_HELD_OUT else ""
     return (
-        f"rows held out: {split.held_out_rows}{maximum}, trained on: {split.train_rows}; rows with"
-        " the same prompt are on one side"
+        f"held-out rows: {split.held_out_rows}{maximum}, training rows: {split.train_rows}; rows"
+        " with the same prompt are on the same side"
     )
 
 
 def _write_accepted(answers: InitAnswers, out: Path) -> list[str]:
-    """Write the first file that the plan accepts; return notes on it."""
-    # Any candidate names the model; loading one resolves hub names and paths.
+    """Write the first candidate that the plan accepts. Return notes on it."""
+    # All candidates have the same model; loading one of them resolves paths and hub names.
     first = next(_candidates(answers, out, 1))[1]
     model = _loaded(first, out).model.path
-    shape, faults = read_model(model, weights=False)
+    shape, problems = read_model(model, weights=False)
     if shape is None:
-        raise ConfigError(f"{out} was not written", faults)
+        raise ConfigError(f"{out} was not written", problems)
     chat, device = _has_chat_template(model), "gpu" if answers.gpus else "cpu"
     longest = min(RESPONSE_TOKENS[device, thinks(model)], shape.context // 2)
     for layout, text in _candidates(answers, out, longest, chat=chat):
-        faults = _faults(text, answers, out)
-        if not faults:
+        problems = _problems(text, answers, out)
+        if not problems:
             out.write_text(text, encoding="utf-8")
-            return _not_asynchronous(answers, layout)
-        # Other layouts would fail for the same reason, each after a trial of the reward.
-        if not any(_of_layout(one) for one in faults):
-            break  # what is left has nothing to do with the layout, and no other would fix it
-    # Of the last layout that was tried: a fault that another one fixes is not reported.
-    reason = ": no layout fits" if any(_of_layout(one) for one in faults) else ""
-    raise ConfigError(f"{out} was not written{reason}", [_by_option(one) for one in faults])
+            return _style_notes(answers, layout)
+        # No other layout would fix these problems, and each check includes a trial of the reward.
+        if not any(_depends_on_layout(one) for one in problems):
+            break
+    # Problems of the last layout only: those that another layout fixes are not reported.
+    reason = ": no layout fits" if any(_depends_on_layout(one) for one in problems) else ""
+    raise ConfigError(f"{out} was not written{reason}", [_by_option(one) for one in problems])
 
 
-def _of_layout(fault: Problem) -> bool:
-    """True for a fault that another layout may fix."""
-    fixed = ("rollout.reward", "rollout.environment")
-    return fault.key.startswith(LAYOUT_KEYS) and not fault.key.startswith(fixed)
+def _depends_on_layout(problem: Problem) -> bool:
+    """Return True if another layout may fix the problem."""
+    other = ("rollout.reward", "rollout.environment")
+    return problem.key.startswith(LAYOUT_KEYS) and not problem.key.startswith(other)
 
 
-def _not_asynchronous(answers: InitAnswers, layout: InitLayout) -> list[str]:
-    """A note on a file that is synchronous although another style was requested."""
+def _style_notes(answers: InitAnswers, layout: InitLayout) -> list[str]:
+    """Return the note on a config that is synchronous although another style was requested."""
     if not layout.colocated or answers.style == SYNCHRONOUS:
         return []
     return [f"the config is synchronous instead of {answers.style}: {_why_colocated(answers)}"]
@@ -227,44 +229,44 @@ def _not_asynchronous(answers: InitAnswers, layout: InitLayout) -> list[str]:
 def _why_colocated(answers: InitAnswers) -> str:
     which = number_of("GPU", answers.gpus)
     return (
-        f"only a colocated layout fits {which} of {answers.gpu_memory_gib:g} GiB, in which the"
-        " engines sleep while the policy trains"
+        f"only a colocated layout fits {which} of {answers.gpu_memory_gib:g} GiB, and its engines"
+        " sleep while the policy trains"
     )
 
 
-def _by_option(fault: Problem) -> Problem:
-    """Rephrase the fix in terms of the command's options."""
-    if fault.key.startswith(("rollout.reward.settings", "rollout.environment.settings")):
-        fault = replace(fault, fix=f"{fault.fix} (here: {SETTING} KEY=VALUE)")
+def _by_option(problem: Problem) -> Problem:
+    """Return the problem with a fix that names options of `mar init` instead of config keys."""
+    if problem.key.startswith(("rollout.reward.settings", "rollout.environment.settings")):
+        problem = replace(problem, fix=f"{problem.fix} (here: {SETTING} KEY=VALUE)")
     for key, option in (
         ("data.eval=", "--eval "),
         ("data.prompt_key=", "--prompt-key "),
         ("data.answer_key=", "--answer-key "),
-        # The user answered questions and has seen no config key.
-        ("data.messages_key=", "--prompt-key "),  # a prompt may be a list of messages
+        # A prompt may be a list of messages, and no option is named after them.
+        ("data.messages_key=", "--prompt-key "),
     ):
-        fault = replace(fault, fix=fault.fix.replace(key, option))
-    return fault
+        problem = replace(problem, fix=problem.fix.replace(key, option))
+    return problem
 
 
 def _has_chat_template(model: Path) -> bool:
-    """True also for a model that is not here, because it may have a chat template."""
+    """Return True if the model can render a chat, and if its files are not here."""
     try:
         tokenizer = load_tokenizer(model)
     except DataError:
         return True
     try:
-        # The only reliable test: a template may exist and refuse every message.
+        # Rendering is the only reliable test: a template may refuse every message.
         tokenizer.render_chat([{"role": "user", "content": "0"}], answer=True)
     except DataError:
         return False
-    except Exception:  # noqa: BLE001 - a template is a program; the plan names what it raises
+    except Exception:  # noqa: BLE001 - a template is a program; the plan reports its error
         return True
     return True
 
 
-def _faults(text: str, answers: InitAnswers, out: Path) -> list[Problem]:
-    """Faults of a file with this text at the path `out`: its paths start there."""
+def _problems(text: str, answers: InitAnswers, out: Path) -> list[Problem]:
+    """Return the problems of the config `text`, as if it were the file `out`."""
     machine: Machine = this_machine()
     if answers.gpus:
         machine = described_machine(
@@ -275,34 +277,35 @@ def _faults(text: str, answers: InitAnswers, out: Path) -> list[Problem]:
 
 def _loaded(text: str, out: Path) -> Config:
     out.parent.mkdir(parents=True, exist_ok=True)
-    # In the folder of OUT, since relative paths start there.
+    # In the folder of `out`, because relative paths in a config start from its folder.
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=out.parent, encoding="utf-8") as file:
         file.write(text)
         file.flush()
         try:
             config = load(Path(file.name))
         except ConfigError as error:
-            faults = [replace(one, where=None) for one in error.problems]
-            raise ConfigError(f"{out} was not written", faults) from None
+            # Without line numbers, which refer to the temporary file.
+            problems = [replace(one, where=None) for one in error.problems]
+            raise ConfigError(f"{out} was not written", problems) from None
     return located(config, weights=False)[0]
 
 
 def _candidates(
     answers: InitAnswers, out: Path, tokens: int, *, chat: bool = False
 ) -> Iterator[tuple[InitLayout, str]]:
-    """`tokens`: of a response at most; `chat`: the model has a chat template."""
-    # The caller stops at the first layout that the plan accepts.
+    """Yield each layout and the text of its config. `tokens`: rollout.sampling.max_tokens. `chat`:
+    the model has a chat template."""
     for layout in _layouts(answers):
         yield layout, _text(answers, out, layout, tokens, chat=chat)
 
 
 def _layouts(answers: InitAnswers) -> Iterator[InitLayout]:
-    """The layouts to try, the simplest first. A synchronous run has engines that only wait while
-    the policy trains, so it shares the GPUs where that fits."""
+    """Yield the layouts to try, the simplest first."""
     gpus = answers.gpus
     if not gpus:
         yield InitLayout("  device: cpu\n", "  kv_cache_gib: 1.0\n")
     elif answers.style == SYNCHRONOUS:
+        # Colocated first: engines of a synchronous run idle while the policy trains.
         yield from _colocated(gpus)
         yield from _disaggregated(gpus)
     else:
@@ -311,11 +314,11 @@ def _layouts(answers: InitAnswers) -> Iterator[InitLayout]:
 
 
 def _disaggregated(gpus: int) -> Iterator[InitLayout]:
-    # Small tensor sizes first: they communicate least.
+    # Small tensor-parallel sizes first, because they communicate least.
     for tensor in TENSOR:
         for recompute in ("none", "full"):
             if 2 * tensor <= gpus:
-                # Half of the GPUs train, rounded down to whole replicas.
+                # Half of the GPUs for training, rounded down to whole replicas.
                 ranks = gpus // 2 // tensor * tensor
                 engines = (gpus - ranks) // tensor
                 yield InitLayout(
@@ -348,24 +351,24 @@ def _text(answers: InitAnswers, out: Path, layout: InitLayout, tokens: int, *, c
     style = SYNCHRONOUS if layout.colocated else answers.style
     meaning, method = STYLES[style]
     if style == SYNCHRONOUS and layout.colocated:
-        meaning += "; engines and policy take turns on the same GPUs"
+        meaning += "; engines and policy share the GPUs"
     elif style == SYNCHRONOUS and answers.gpus:
-        meaning += ", and half of the GPUs wait"
+        meaning += ", and half of the GPUs idle at any time"
     why = "" if style == answers.style else f"# Not {answers.style}: {_why_colocated(answers)}.\n"
     folder = out.resolve().parent
     prompts, group = (PROMPTS, GROUP) if answers.gpus else (8, 8)
-    # The samples of a batch divide over the data-parallel ranks, also of 3 or 6 GPUs.
-    # Smallest number of prompts whose samples divide over the replicas.
+    # The samples of a batch must divide over the replicas, also for 3 or 6 GPUs.
     multiple = layout.replicas // math.gcd(layout.replicas, group)
     prompts = -(-prompts // multiple) * multiple
-    # Products of ratios over long responses are dominated by rounding.
+    # A sequence-level ratio of a long response is a product dominated by rounding errors.
     level = "token" if tokens > LONG_RESPONSE else "sequence"
     columns = answers.columns
     environment = answers.reward.environment
-    if chat and environment is not None and environment not in AGENTS:  # those write messages
+    # Agents apply the chat template themselves: they send messages.
+    if chat and environment is not None and environment not in AGENTS:
         columns = replace(columns, as_chat=True)
-    own = "  tools_key: null              # the tools are those of rollout.environment\n"
-    own = own if environment == TOOLS else ""
+    no_tools = "  tools_key: null              # rollout.environment provides the tools\n"
+    no_tools = no_tools if environment == TOOLS else ""
     place = f"--gpus {answers.gpus} --gpu-memory {answers.gpu_memory_gib:g}" if answers.gpus else ""
     dtype = "bfloat16" if answers.gpus else "float32"
     settings = method.format(prompts=prompts, group=group, level=level)
@@ -378,7 +381,7 @@ run: {{dir: runs/{out.stem}, steps: {STEPS}}}
 model: {{path: {_scalar(_path(answers.model, folder))}, dtype: {dtype}}}
 data:
   train: {_scalar(_path(answers.data, folder))}
-{columns}{own}{_held_out(answers, folder)}{settings}rollout:
+{columns}{no_tools}{_held_out(answers, folder)}{settings}rollout:
 {layout.rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
 {answers.reward.lines(chat=chat)}policy:
 {layout.policy}  optimizer: {{lr: {"1.0e-6" if answers.gpus else "1.0e-5"}, warmup_steps: 5}}
@@ -386,19 +389,17 @@ data:
 
 
 def _held_out(answers: InitAnswers, folder: Path) -> str:
-    """Lines of the held-out data: the end of the section `data`, and the section `eval`."""
-    how = f"eval: {{every: {EVALUATE_EVERY}, samples_per_prompt: 1}}"
+    """Return the end of the section `data` and the section `eval`; comments without held-out
+    data."""
+    section = f"eval: {{every: {EVALUATE_EVERY}, samples_per_prompt: 1}}"
     if not isinstance(answers.held_out, str):
-        line = f"`{how}`"
-        return (
-            f"  # eval: held_out.jsonl         # the same fields; and on a line of its own {line}\n"
-        )
-    return f"  eval: {_scalar(_path(answers.held_out, folder))}\n{how}\n"
+        return f"  # eval: held_out.jsonl         # same columns; also add a section `{section}`\n"
+    return f"  eval: {_scalar(_path(answers.held_out, folder))}\n{section}\n"
 
 
 def _path(name: str, folder: Path) -> str:
-    """Path as written in the config file: relative to the file's folder if it lies inside."""
-    # Names on a hub have no folder.
+    """Return the path for the config file in `folder`: relative if it is inside the folder. A name
+    on a hub is returned as it is."""
     if name.startswith("hf:"):
         return name
     path = Path(name).expanduser().resolve()
@@ -406,10 +407,10 @@ def _path(name: str, folder: Path) -> str:
 
 
 def _scalar(text: str) -> str:
-    """YAML form of `text`, quoted if YAML would read it as something else, as a path with `, `
-    or ` #`."""
+    """Return `text` as a YAML scalar, quoted if YAML would read it as something else, such as a
+    path with `, ` or ` #`."""
     try:
-        # Read back as YAML: a list of characters that need quotes would be incomplete.
+        # Parsed as YAML, because any list of characters that require quotes would be incomplete.
         plain = parse_value(f"{{key: {text}}}") == {"key": text}
     except YamlFault:
         plain = False
@@ -417,35 +418,36 @@ def _scalar(text: str) -> str:
 
 
 _THOUGHT_MARKS = ("<think>", "[THINK]", "enable_thinking")
-"""Parts of the chat templates of such models."""
+"""Parts of the chat templates of models that think before they answer."""
 _THINKING_NAMES = re.compile(
     r"thinking|reason|\bqwq\b|\br1\b|magistral|qwen3-[\d.]+b(-a\d+b)?\b", re.IGNORECASE
 )
 _NOT_THINKING = re.compile(r"\b(base|instruct)\b", re.IGNORECASE)
-"""Qwen3's base models have the template of the others."""
+"""Matches names of models that do not think although their template may: Qwen3's base models have
+the template of the other Qwen3 models."""
 
 
 def thinks(model: Path) -> bool:
-    """True for a model whose chat template opens or closes a thought, and that is not a base model;
-    where its template is not here, for a model with such a name."""
+    """Return True if the model thinks before it answers, by its chat template or, if the template
+    is not here, by its name."""
     name = _name(model)
     if _NOT_THINKING.search(name):
         return False
     template = _template(model)
-    # The template decides where it is here; a name is only a guess.
+    # A name is only a guess.
     if template is not None:
         return any(mark in template for mark in _THOUGHT_MARKS)
     return _THINKING_NAMES.search(name) is not None
 
 
 def _name(model: Path) -> str:
-    """The last part of its name: of the hub where it is from there."""
+    """Return the last part of the model's name on the hub, or of its path."""
     on_hub = parse(model) or parse(Path(name_of(model) or model))
     return on_hub.id.rpartition("/")[2] if on_hub is not None else model.name
 
 
 def _template(model: Path) -> str | None:
-    """The text of the model's chat templates; null if it has none."""
+    """Return the text of the model's chat templates; None if it has none, or is not here."""
     file = model / "chat_template.jinja"
     try:
         if file.is_file():
@@ -454,5 +456,5 @@ def _template(model: Path) -> str | None:
     except (OSError, ValueError):
         return None
     found = settings.get("chat_template") if isinstance(settings, dict) else None
-    # Several templates are a list of {name, template}.
+    # JSON text, because several templates are a list of {name, template}.
     return None if found is None else json.dumps(found, ensure_ascii=False)

@@ -1,7 +1,8 @@
-"""Plan of a configuration on a machine: who runs where, how much memory, how batches divide.
+"""Plan of a config on a machine: placement of processes, memory, division of batches, step time.
 
-Pure arithmetic on the config, the model's config.json and the machine's sizes; loads no torch. A
-plan with `problems` cannot run; `warnings` are about slowness or estimates.
+A plan is arithmetic on the config, the model's config.json and the machine's sizes; it does not
+import torch. A config whose plan has `problems` cannot run; `warnings` concern speed, estimates and
+unusual settings.
 """
 
 from __future__ import annotations
@@ -57,32 +58,34 @@ from megatron_async_rl.policy.families import ChosenLayers
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
+    """Result of `make_plan`."""
+
     device: Device
     layers: ChosenLayers | None
-    """Null if they, or the model, are not available."""
+    """Layers of the policy; null if the model's sizes are unknown or the layers are unavailable."""
     processes: tuple[PlannedProcess, ...]
     nodes: tuple[tuple[str, str], ...]
-    """Name of each machine -> its processes, for a run over several machines."""
+    """(name, processes) of each machine; empty for a run on one machine."""
     batch: Batch | None
     ranks: tuple[RankMemory, ...]
-    """One per pipeline stage."""
+    """Memory of a rank of each pipeline stage."""
     engine: EngineMemory | None
     estimate: Estimate | str
-    """Seconds of a step, or why they are not known."""
+    """Time of a step, or the reason why it is unknown; empty if the plan has problems."""
     peaks: Mapping[Phase, GpuNeed]
-    """Memory of a GPU that engines and policy share, by phase."""
+    """Memory of a GPU that engines and policy share, by device phase."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
     unfit: tuple[Problem, ...] = ()
-    """Problems that are about GPUs or memory that the machine lacks."""
+    """The subset of `problems` that more GPUs or memory would fix."""
     routed_bytes: int = 0
-    """Bytes of the experts that come with each token of a sample."""
+    """Bytes per token of a sample for the recorded experts; 0 if they are not recorded."""
     hosts: tuple[HostMemory, ...] = ()
-    """Host memory of each machine, those that are alike together; the first is rank 0's."""
+    """Host memory of the machines, equal ones together; the first entry includes rank 0's."""
     totals: Totals | None = None
-    """Sums over the whole run; null where the model or the layout is in fault."""
+    """Sums over the whole run; null if the model or the layout has a problem."""
     absent: tuple[str, ...] = ()
-    """Keys whose files are not here and were not checked."""
+    """Keys whose files are not here and therefore were not checked."""
 
 
 def make_plan(
@@ -94,9 +97,13 @@ def make_plan(
     problems: Sequence[Problem] = (),
     sources: Sequence[TrainingSource] = (),
 ) -> RunPlan:
-    """`shape`: null when the model directory is in fault. `problems`: what was found outside the
-    config, kept first. `sources`: of the training data, as far as they are here."""
-    # Problems from outside first: a missing model explains later ones.
+    """Return the plan of `config` on `machine`.
+
+    `shape`: null if the model's sizes are unknown. `lengths`: null if the data was not read.
+    `problems`: earlier findings, which the plan lists first. `sources`: sources of the training
+    data whose rows are known.
+    """
+    # Earlier problems first: a missing model explains later ones.
     found = [
         *problems,
         *layout_problems(config, machine, shape),
@@ -106,7 +113,6 @@ def make_plan(
     layers: ChosenLayers | None = None
     if shape is not None:
         found += context_problems(config, shape)
-        # These need the model's sizes.
         found += fp8_problems(config, machine, shape)
         try:
             layers = layers_of(config, machine, shape)
@@ -115,12 +121,12 @@ def make_plan(
     unfit: list[Problem] = []
     device = device_of(config, machine)
     parallel = config.policy.parallel
-    # Memory is planned for the longest sample that data and limits permit.
+    # Memory must suffice for the longest sample that data and limits permit.
     longest = longest_sample(config, shape, lengths)
     unread = bool(problems) and lengths is None and config.rollout is not None
     if unread and config.rollout is not None:
-        # The data may be at fault. A plan is refused for memory only if the shortest prompts lack
-        # it.
+        # The plan assumes the shortest prompts, because an unknown length must not refuse it for
+        # memory.
         longest = min(longest, 1 + config.rollout.sampling.max_tokens)
     ranks: tuple[RankMemory, ...] = ()
     engine = None
@@ -134,12 +140,12 @@ def make_plan(
     hosts: tuple[HostMemory, ...] = ()
     routed = 0
     if shape is not None:
-        known = shape  # for the functions below
+        known = shape  # not null in the functions below, for mypy
         routed = shape.routed_bytes if config.policy.routing_replay == "rollout" else 0
 
         def ranks_of(changed: Config) -> tuple[RankMemory, ...]:
             wrong = layout_problems(changed, machine, known) + batch_problems(changed, lengths)
-            # The config itself is planned even with a faulty layout, as far as it goes.
+            # A changed config with a problem is not a fix; `config` itself is planned anyway.
             if changed is not config and wrong:
                 return ()
             return _ranks(changed, known, longest, device, layers)
@@ -165,11 +171,11 @@ def make_plan(
         beyond, host_notes = host_problems(config, machine, hosts, hosts_of)
         unfit += beyond
         notes += host_notes
-    # Memory last: it is the least certain.
+    # Memory last, because it is the least certain.
     found += unfit
-    unfit += gpu_problems(config, machine)  # layout_problems has found them, too
+    unfit += gpu_problems(config, machine)  # already in `found`, from layout_problems
     if unread:
-        notes.append("prompts are assumed to be one token long, because the data was not read")
+        notes.append("prompts are assumed to have one token, because the data was not read")
     notes += spread_notes(config, device, machine)
     notes += fp8_warnings(config, machine) + sampling_warnings(config) + length_warnings(config)
     if engine is not None:
@@ -187,7 +193,7 @@ def make_plan(
         batch=batch,
         ranks=ranks,
         engine=engine,
-        # Speed of a run that cannot start would mislead.
+        # No speed for a run that cannot start.
         estimate=estimate(config, machine, device, shape, batch) if not found else "",
         peaks=peaks,
         problems=tuple(found),
@@ -202,9 +208,8 @@ def make_plan(
 def _ranks(
     config: Config, shape: ModelShape, longest: int, device: Device, layers: ChosenLayers | None
 ) -> tuple[RankMemory, ...]:
-    """One per stage; none for a layout that does not divide."""
+    """Return the memory of a rank of each stage; empty for a layout that does not divide."""
     parallel = config.policy.parallel
-    # The stages' sizes are not defined.
     if parallel.data < 1 or shape.layers % parallel.pipeline:
         return ()
     return tuple(
@@ -225,7 +230,7 @@ def _schedule_problems(config: Config) -> list[Problem]:
     optimizer = config.policy.optimizer
     if optimizer.min_lr <= optimizer.lr:
         return []
-    what = f"{optimizer.min_lr} is above policy.optimizer.lr, {optimizer.lr}"
+    what = f"{optimizer.min_lr} is above policy.optimizer.lr ({optimizer.lr})"
     return [Problem(key="policy.optimizer.min_lr", what=what, fix="lower it, or raise lr")]
 
 
@@ -243,42 +248,41 @@ def _warnings(
         found.append(
             f"policy.optimizer.warmup_steps ({optimizer.warmup_steps}) is not below"
             + (" run.steps x minibatches x epochs" if several else " run.steps")
-            + f" ({config.optimizer_steps}): lr never reaches its value"
+            + f" ({config.optimizer_steps}): the learning rate never reaches policy.optimizer.lr"
         )
     if rollout is not None and rollout.quantised and not config.objective.corrections:
         found.append(
-            f"rollout.vllm.quantization ({rollout.vllm['quantization']}): log-probs of samples are"
-            " those of quantised weights, and the policy's are not: objective.corrections (tis)"
-            " weighs by their ratio"
+            f"rollout.vllm.quantization ({rollout.vllm['quantization']}): samples have log-probs of"
+            " quantised weights, which differ from the policy's; add objective.corrections (tis),"
+            " which weights tokens by their ratio"
         )
     elsewhere = engines_elsewhere(config, machine)
     carrier = config.weights.carrier
     if carrier.other_machines and not elsewhere:
         less = f", where {DEFAULT_CARRIER} copies nothing" if carrier.per_engine else ""
         found.append(
-            f"weights.transport: {config.weights.transport}, but RAY_ADDRESS names no cluster: Ray"
-            f" starts on this machine alone, and all engines run here{less}"
+            f"weights.transport: {config.weights.transport}, but RAY_ADDRESS is not set: Ray starts"
+            f" on this machine only, and all engines run here{less}"
         )
     if rollout is not None and engine is not None and engine.cache_tokens is not None:
-        # Full length is the worst case: shorter responses share the cache.
+        # Full length is the worst case: more responses fit if they are shorter.
         at_once = engine.cache_tokens // longest
         if at_once < 1:
             found.append(
-                f"rollout.kv_cache_gib ({rollout.kv_cache_gib:g}) holds no response of {longest}"
-                " tokens: raise it"
+                f"rollout.kv_cache_gib ({rollout.kv_cache_gib:g}) is too small for a sample of"
+                f" {longest} tokens: raise it"
             )
         elif at_once < min(
             rollout.max_concurrent, config.flow.prompts_per_step * config.flow.group_size
         ):
             found.append(
-                f"rollout.kv_cache_gib holds {number_of('response', at_once)} of full length at a"
-                " time; more wait inside the engine"
+                f"rollout.kv_cache_gib suffices for {number_of('sample', at_once)} of full length"
+                " at a time; other responses wait in the engine"
             )
     if device == "cpu":
         count = parallel.ranks + (rollout.engines if rollout and not elsewhere else 0)
         if not machine.described and count > machine.cores:
             found.append(
-                f"{count} ranks and engines share {machine.cores} cores: it works, at the speed of"
-                f" {machine.cores}"
+                f"{count} ranks and engines share {machine.cores} cores, which slows them down"
             )
     return found

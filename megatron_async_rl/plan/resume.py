@@ -1,12 +1,12 @@
-"""Comparison of a config with what an earlier start left in its run directory.
+"""Comparison of a config with the run that its run directory already contains.
 
 Invariants:
-- a directory that holds steps of a run takes no other run: what defines the run stays as it was,
-  and a difference is refused, or printed where it is allowed;
-- `ALLOWED` lists every key that a resumed run really obeys; any key added to the schema is refused
-  until it is listed;
-- a comparison that cannot be made is a problem, and never passes as one without differences;
-- the prompts are those of the checkpoint by their digests, whatever their files are called.
+- a run is never continued with settings that would make it another run. A difference is refused,
+  or, if `ALLOWED` contains its key, printed;
+- a resumed run obeys every key in `ALLOWED`. A new key of the schema is refused until it is added
+  there;
+- a comparison that fails is a problem; it never counts as a comparison without differences;
+- digests decide whether prompts are those of the checkpoint; names of files do not matter.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from megatron_async_rl.policy.digested_folder import files_of
 from megatron_async_rl.samples.frames import SegmentBroken
 from megatron_async_rl.watchdog.events import read_status
 
-# An allow list: a key that is added to the schema is refused until it was checked.
+# An allow list, so that a new key of the schema is refused until a resume was checked with it.
 ALLOWED = (
-    # How long the run is, and what is measured and kept.
+    # The length of the run, and what it measures and stores.
     "run.steps",
     "run.resume",
     "data.eval",
@@ -64,18 +64,18 @@ ALLOWED = (
     "observe",
     "samples",
     "policy.optimizer.log_update_norm",
-    # Computed again at each step. Betas, eps and weight decay are not: the checkpoint restores
+    # Computed at each step. Betas, eps and weight decay are not listed: the checkpoint restores
     # them.
     "policy.optimizer.lr",
     "policy.optimizer.min_lr",
     "policy.optimizer.schedule",
     "policy.optimizer.warmup_steps",
     "policy.optimizer.clip_grad",
-    # The same moments, elsewhere; steps differ by rounding from those of a fused Adam.
+    # The same moments in another memory; steps differ from a fused Adam's by rounding.
     "policy.optimizer.moment_offload",
     "policy.on_anomaly",
     "policy.max_nonfinite_steps",
-    # Where and how fast it runs. A checkpoint loads on any parallel layout.
+    # Placement and speed. A checkpoint can be loaded into any parallel layout.
     "policy.parallel",
     "policy.device",
     "policy.layers",
@@ -106,23 +106,23 @@ ALLOWED = (
     "rollout.environment.processes",
     "rollout.environment.memory_mib",
     "weights",
-    # Which samples train when: the scheduler keeps what of its buffer the new settings permit.
+    # The order of samples: the scheduler keeps the part of its buffer that the new settings permit.
     "flow",
 )
 
 
 ADDRESS = re.compile(r"rollout\.(reward|environment)\.(parts\.[^.]+\.)?settings\.url")
-"""Keys of servers, which may be on another machine or port after each start."""
+"""Matches keys of servers' addresses, which may differ in each start."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-"""Endings of weight files. Weights that a resume reads from a model have a digest in the
-checkpoint."""
+"""Suffixes of weight files, which are compared by size: the checkpoint has a digest of the weights
+that a resume reads from a model."""
 DATA_PATHS = ("data.train", "data.sources[].path")
-"""The checkpoint has digests of these files' prompts, so their names may change."""
+"""Keys of files whose prompts have digests in the checkpoint, so their paths may change."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One key whose value is not that of the run in the directory."""
+    """A key whose value differs from that of the run in the directory."""
 
     key: str
     before: Any
@@ -130,12 +130,12 @@ class Difference:
 
     @property
     def is_move(self) -> bool:
-        """The file or folder was moved or copied, or has two names; its content is checked where it
-        is read."""
-        # Only paths can move; null means that the feature was off.
+        """True for another path of the same file or folder: it was moved or copied, or it has two
+        names. The content of a moved file is checked where it is read."""
+        # A path that was or becomes null switches a feature on or off.
         if pattern_of(self.key) not in path_keys() or self.before is None or self.now is None:
             return False
-        # Of another user or machine, `before` may be in a folder that cannot be entered.
+        # os.path.exists, because `before` may be in a folder that this user cannot enter.
         before, now = str(self.before), str(self.now)
         if not os.path.exists(before):
             return True
@@ -156,11 +156,11 @@ class Difference:
 
 
 def _is_copy(before: Path, now: Path) -> bool:
-    """Return whether two files, or two folders with files, have the same content; of weights, which
-    are large, the same names and sizes."""
+    """Return True if two files, or two folders with files, have the same content. Weight files are
+    large, so only their names and sizes are compared."""
     try:
         if not before.is_dir():
-            # shallow compares times and sizes, which a copy may share by chance.
+            # A shallow comparison of times and sizes may miss a difference.
             return filecmp.cmp(before, now, shallow=False)
         sizes = [
             {
@@ -183,8 +183,8 @@ def _is_copy(before: Path, now: Path) -> bool:
 
 
 def differences(config: Config) -> list[Difference]:
-    """Keys of `config` that differ from the run in `run.dir`; none where no step was made there, or
-    where `conflicts` reports that the earlier configuration cannot be read."""
+    """Return the keys of `config` that differ from the run in `run.dir`; empty if no step was made
+    there, or if the earlier config cannot be read, which `conflicts` reports."""
     before, problems = _earlier(config)
     if problems:
         return []
@@ -193,19 +193,19 @@ def differences(config: Config) -> list[Difference]:
 
 
 def _earlier(config: Config) -> tuple[dict[str, Any], list[Problem]]:
-    """The configuration of the run in `run.dir`, of its newest checkpoint if that has one; empty
-    where no step was made there. Or the problem that keeps it from being read."""
+    """Return the config of the run in `run.dir`, or the problem that prevents reading it. The
+    config is that of the newest checkpoint if it has one; empty if no step was made there."""
     run_dir = config.run.dir
     if not run_dir.is_dir():
         return {}, []
     checkpoint = run_dir / "checkpoint"
     status = read_status(run_dir)
-    # A start that made no step may be replaced by any other run.
+    # Any run may replace a start that made no step.
     if not ((status is not None and status.step > 0) or _has_checkpoints(checkpoint)):
         return {}, []
 
-    # The checkpoint's copy is preferred: config.yaml belongs to the last start, which may have been
-    # refused.
+    # The checkpoint's copy is preferred: a later start, which was refused, may have written
+    # config.yaml.
     saved = _file_of_checkpoint(config, CONFIG_FILE)
     file = run_dir / "config.yaml"
     try:
@@ -228,12 +228,13 @@ def _earlier(config: Config) -> tuple[dict[str, Any], list[Problem]]:
         return tree, []
     try:
         return read_tree(saved.decode())[0], []
-    except (UnicodeDecodeError, YamlFault) as error:  # of a checkpoint without digests
+    except (UnicodeDecodeError, YamlFault) as error:  # in a checkpoint without digests
         return {}, [_unreadable(file, f"of the newest checkpoint cannot be read ({error})")]
 
 
 def _has_checkpoints(checkpoint: Path) -> bool:
-    """True also for an unreadable folder, which `checkpoint_problems` reports."""
+    """Return True if there is a checkpoint, and for an unreadable folder, which
+    `checkpoint_problems` reports."""
     try:
         return require_readable(checkpoint) and (
             bool(steps(checkpoint)) or named_latest(checkpoint) is not None
@@ -244,17 +245,17 @@ def _has_checkpoints(checkpoint: Path) -> bool:
 
 def _unreadable(file: Path, what: str) -> Problem:
     earlier = sorted(file.parent.glob("config.*.yaml"))
-    held = f" (those of earlier starts: {', '.join(map(str, earlier))})" if earlier else ""
-    # Its own key: the checkpoint may have a problem, too, and one key is printed once.
+    copies = f" (files of earlier starts: {', '.join(map(str, earlier))})" if earlier else ""
+    # The key is the file, because only one problem of each key is printed.
     return Problem(
         key=str(file),
-        what=f"{what}; the settings of the run in this folder cannot be compared with these",
-        fix=f"put the file back as the run wrote it{held}, or choose another run.dir",
+        what=f"{what}, so this config cannot be compared with the run's",
+        fix=f"restore the file as the run wrote it{copies}, or choose another run.dir",
     )
 
 
 def _file_of_checkpoint(config: Config, name: str) -> bytes | None:
-    """A file of the newest checkpoint; null where it has none, or is damaged, which
+    """Return a file of the newest checkpoint; None if it has no such file, or is damaged, which
     `checkpoint_problems` reports."""
     try:
         return read_file(config.run.dir / "checkpoint", name)
@@ -263,8 +264,8 @@ def _file_of_checkpoint(config: Config, name: str) -> bytes | None:
 
 
 def conflicts(config: Config) -> list[Problem]:
-    """Differences that a resume cannot obey, and those that a finished run has no step left to
-    obey."""
+    """Return problems of differences that a resume cannot obey. A finished run has no steps left,
+    so it cannot obey any."""
     if not config.run.dir.is_dir():
         return []
     _, unreadable = _earlier(config)
@@ -278,15 +279,15 @@ def conflicts(config: Config) -> list[Problem]:
             "choose another run.dir for a new run; to train this one further, raise run.steps above"
             f" {step}"
         )
-        what = f"{config.run.dir} holds a run that finished at step {step} with other settings"
+        what = f"{config.run.dir} contains a run that finished at step {step} with other settings"
         return [_problem(one, what, fix) for one in found if not one.is_move]
 
-    what = f"{config.run.dir} holds a run with another value"
+    what = f"{config.run.dir} contains a run with another value"
     checkpoint = config.run.dir / "checkpoint"
     fix = "set it back, or choose another run.dir"
     if named_latest(checkpoint) is not None:
-        fix += f"; `mar convert {checkpoint} MODEL` gives its weights to a new run as model.path"
-    # Digests of the prompts decide, so that data may move.
+        fix += f"; `mar convert {checkpoint} MODEL` exports its weights as a new run's model.path"
+    # data_problems compares the digests of these files, so their paths may differ.
     by_digest = DATA_PATHS if _file_of_checkpoint(config, DATA_FILE) is not None else ()
     refused = [
         _problem(one, what, fix)
@@ -295,7 +296,7 @@ def conflicts(config: Config) -> list[Problem]:
     ]
     if config.run.steps < step:
         shorter = Difference("run.steps", step, config.run.steps)
-        what = f"{config.run.dir} holds a run that has made more steps"
+        what = f"{config.run.dir} contains a run that has made more steps"
         refused.append(_problem(shorter, what, f"set it to {step} or more"))
     return refused
 
@@ -306,19 +307,19 @@ def _problem(difference: Difference, what: str, fix: str) -> Problem:
 
 
 def _compare(before: Any, now: Any, key: str, model: Any) -> Iterator[Difference]:
-    """Keys that only one of the two has came or went with a release, and have nothing to compare
-    with, but not in a mapping with keys of the user's own, such as `settings`. Of two methods only
-    the names are compared. model: of the configuration, what is at `key`; null where that is
-    unknown."""
+    """Yield the differences between two values of `key`. `model`: the object in the config at
+    `key`; null if unknown."""
     if isinstance(before, dict) and isinstance(now, dict):
-        # Settings of two methods have nothing in common.
+        # Of two different methods only the names are compared: their settings are unrelated.
         if before.get("name") != now.get("name"):
             yield Difference(key, before.get("name"), now.get("name"))
             return
-        users = isinstance(model, Mapping)
-        names = {**now, **before} if users else [name for name in now if name in before]
+        own_keys = isinstance(model, Mapping)
+        # A key of the schema that only one config has belongs to another release. In a mapping with
+        # the user's own keys, such as `settings`, a missing key is a difference.
+        names = {**now, **before} if own_keys else [name for name in now if name in before]
         for name in names:
-            inside = model.get(name) if users else getattr(model, name, None)
+            inside = model.get(name) if own_keys else getattr(model, name, None)
             place = f"{key}.{name}" if key else name
             yield from _compare(before.get(name), now.get(name), place, inside)
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
@@ -338,8 +339,8 @@ def _show(value: Any) -> str:
 
 
 def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
-    """Faults of the newest checkpoint that a resume would find only once its ranks or engines have
-    started."""
+    """Return problems of the newest checkpoint that a resume would otherwise find only after ranks
+    and engines have started."""
     try:
         path = newest(config.run.dir / "checkpoint")
         lost = lost_checkpoints(config, path)
@@ -358,16 +359,16 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
         return list(error.problems)
     except BufferBroken as error:
         return [replace(one, what=f"{path}: {one.what}") for one in error.problems]
-    held = read_model(Path(source))[0] if source is not None else None
-    # Only after the checkpoint was found whole: its record is part of it.
+    saved_shape = read_model(Path(source))[0] if source is not None else None
+    # After require_whole, because the record is a file of the checkpoint.
     found = record_problems(config, path) + _other_adapters(path, content.get("lora"), config)
-    if held is not None and shape is not None:
-        found += _another_model(path, held, shape)
+    if saved_shape is not None and shape is not None:
+        found += _another_model(path, saved_shape, shape)
     return found
 
 
 def checkpoint_notes(config: Config) -> list[str]:
-    """Notes on the newest checkpoint, from which a resume continues."""
+    """Return notes on the newest checkpoint, from which a resume continues."""
     try:
         path = newest(config.run.dir / "checkpoint")
         if path is None:
@@ -375,13 +376,13 @@ def checkpoint_notes(config: Config) -> list[str]:
         notes = []
         if files_of(about(path)) is None:
             notes.append(
-                f"{path} is of a release without digests: damage to its files and changes of the"
-                " data may go unnoticed; the next checkpoint has digests"
+                f"{path} was saved by a release without digests: damage to its files and changes of"
+                " the data may go unnoticed; the next checkpoint has digests"
             )
         newer = later(path)
         if newer is not None:
             notes.append(
-                f"the run resumes from {path}, and {newer} is newer: latest names the older"
+                f"the run resumes from {path}, which latest names, although {newer} is newer"
             )
         notes += _edited(config) + record_notes(config, path)
     except (CheckpointBroken, SegmentBroken):
@@ -390,41 +391,42 @@ def checkpoint_notes(config: Config) -> list[str]:
 
 
 def _edited(config: Config) -> list[str]:
-    """Notes on values of RUN/config.yaml that are neither those of the newest checkpoint nor those
-    of `config`: a change by hand that this start does not take. Raises CheckpointBroken."""
+    """Return notes on values of RUN/config.yaml that are neither the newest checkpoint's nor
+    `config`'s: the user edited them, and this start replaces them. Raises CheckpointBroken."""
     file = config.run.dir / "config.yaml"
     saved = read_file(config.run.dir / "checkpoint", CONFIG_FILE)
     if saved is None:
         return []
     try:
-        held = read_tree(file.read_text(encoding="utf-8"))[0]
+        on_disk = read_tree(file.read_text(encoding="utf-8"))[0]
         before = read_tree(saved.decode())[0]
     except (OSError, UnicodeDecodeError, YamlFault):
         return []  # `conflicts` reports it
     own = config.model_dump(mode="json")
-    changed = {one.key: one for one in _compare(held, own, "", config)}
+    changed = {one.key: one for one in _compare(on_disk, own, "", config)}
     changed.pop("run.dir", None)
-    since = {one.key for one in _compare(held, before, "", config)}
+    since = {one.key for one in _compare(on_disk, before, "", config)}
     return [
-        f"{file} has {one}: the file was changed after {CONFIG_FILE} of the checkpoint, and this"
-        " start replaces it"
+        f"{file} has {one}: the file was edited after the checkpoint was saved, and this start"
+        " replaces it"
         for key, one in changed.items()
         if key in since and not one.is_move
     ]
 
 
 def data_problems(config: Config, read: Mapping[str, DataIdentity]) -> list[Problem]:
-    """Prompts that are not those of the checkpoint. read: by key, the files that were read whole.
+    """Return problems of files whose prompts differ from the checkpoint's. `read`: identities of
+    the files that were read completely, by key.
 
-    A held-out set counts if it is the same by its name and path: another path is a change that the
-    user made, and is printed as one."""
+    A held-out set is compared only if its name and path are the same: another path is the user's
+    choice, and is printed as a difference."""
     saved = _file_of_checkpoint(config, DATA_FILE)
     if saved is None:
         return []
     try:
         data = json.loads(saved)
         trained, held_out = data["training"], data["held_out"]
-    except (ValueError, KeyError, TypeError) as error:  # of a checkpoint without digests
+    except (ValueError, KeyError, TypeError) as error:  # in a checkpoint without digests
         what = f"{DATA_FILE} of the checkpoint cannot be read ({type(error).__name__}: {error})"
         return [Problem(key="run.dir", what=what, fix="restore the checkpoint from a copy")]
     keys = (
@@ -443,35 +445,39 @@ def data_problems(config: Config, read: Mapping[str, DataIdentity]) -> list[Prob
         before, now = DataIdentity.read(entry), read.get(key)
         if before is None or now is None or (difference := before.difference(now)) is None:
             continue
-        fix = "put the data back as it was, or choose another run.dir"
+        fix = "restore the data, or choose another run.dir"
         if not key.startswith("data.") or key == "data.eval":
-            fix = "put the data back as it was, or give the new set another file name"
+            fix = "restore the data, or rename the file of the new set"
         what = f"the checkpoint in {config.run.dir} was made with other prompts: {difference}"
         problems.append(Problem(key=key, what=what, fix=fix))
     return problems
 
 
-def _other_adapters(checkpoint: Path, held: Any, config: Config) -> list[Problem]:
-    """Problem of adapters that differ, even if the run has no older copy of its config."""
+def _other_adapters(checkpoint: Path, saved: Any, config: Config) -> list[Problem]:
+    """Return the problem of adapters that differ from the checkpoint's, or none."""
+    # Compared with the checkpoint itself, because the run's config.yaml may be missing.
     lora = config.policy.lora
     own = lora.model_dump(mode="json") if lora is not None else None
-    if held == own:
+    if saved == own:
         return []
-    there = "adapters" if held is not None else "whole weights"
+    there = "adapters" if saved is not None else "whole weights"
     what = (
-        f"{checkpoint} holds {there} (lora: {json.dumps(held)}), and here it is {json.dumps(own)}"
+        f"{checkpoint} contains {there} (lora: {json.dumps(saved)}), and here it is"
+        f" {json.dumps(own)}"
     )
     fix = "set it back, or choose another run.dir"
     return [Problem(key="policy.lora", what=what, fix=fix)]
 
 
-def _another_model(checkpoint: Path, held: ModelShape, shape: ModelShape) -> list[Problem]:
+def _another_model(checkpoint: Path, saved: ModelShape, shape: ModelShape) -> list[Problem]:
+    """Return the problem of sizes that differ from those of the checkpoint's model, or none."""
+    # Not `context`: a larger context of the same weights is another setting, not another model.
     names = (field.name for field in fields(ModelShape) if field.name != "context")
     pairs = [
         f"{name} {there} there, {here} here"
         for name in names
-        if (there := getattr(held, name)) != (here := getattr(shape, name))
+        if (there := getattr(saved, name)) != (here := getattr(shape, name))
     ]
     what = f"{checkpoint} is of another model: {'; '.join(pairs)}"
-    fix = "continue with the model that the run began with, or choose another run.dir"
+    fix = "continue with the model that the run started with, or choose another run.dir"
     return [Problem(key="model.path", what=what, fix=fix)] if pairs else []

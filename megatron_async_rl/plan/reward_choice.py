@@ -1,7 +1,7 @@
-"""Answers to the question of `mar init` what a response is worth, as sections of the configuration:
-rewards, servers and environments by their names or of a user's own, several joined by `+`.
+"""Answers to the reward question of `mar init`, and the config sections that they become.
 
-Whatever a choice needs has a value to start from, and a comment that explains it.
+An answer is the name of a built-in reward or environment, `module:function` or `module:Class`, or
+several of these joined by `+`. Every required setting gets a starting value and a comment.
 """
 
 from __future__ import annotations
@@ -25,50 +25,52 @@ AGENT_TIMEOUT_S = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`settings`: those that it cannot do without, with values to start from; `comment`: what to
-    put there, and its other requirements."""
+    """A built-in reward or environment. `settings`: required settings with their starting values.
+    `comment`: explains the settings and other requirements."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     comment: str = ""
 
 
-# Order of the list that an unknown name is answered with.
+# The error for an unknown name lists the names in this order.
 REWARDS = {
-    "math": Choice(comment="compares with the column `answer`"),
-    "code": Choice(comment="runs the column `tests`, in a sandbox"),
-    "arithmetic": Choice(comment="is the column `answer`, and nothing else"),
-    "countdown": Choice(comment="uses the columns `numbers` and `target`"),
+    "math": Choice(comment="compares the response with the column `answer`"),
+    "code": Choice(comment="runs the tests in the column `tests` in a sandbox"),
+    "arithmetic": Choice(comment="the response must be the column `answer`, without other text"),
+    "countdown": Choice(comment="reads the columns `numbers` and `target`"),
     "judge": Choice(
         settings={"url": "http://localhost:8001/v1", "model": "Qwen/Qwen3-8B"},
-        comment="url: of your judge, any OpenAI-compatible endpoint; model: its name there;"
-        " api_key_env: the variable with its key",
+        comment="url: an OpenAI-compatible endpoint with the judge; model: its name there;"
+        " api_key_env: name of the environment variable with the API key",
     ),
     "http": Choice(
-        settings={"url": "http://localhost:8000/reward"}, comment="url: of your reward server"
+        settings={"url": "http://localhost:8000/reward"},
+        comment="url: address of your reward server",
     ),
 }
 ENVIRONMENTS = {
     "tools": Choice(
         settings={"functions": "my_tools"},
-        comment="functions: a module of yours, each of whose functions the model may call;"
-        " tool_parser: as the model's card gives it for `vllm serve --tool-call-parser`",
+        comment="functions: your module; the model may call each of its functions; tool_parser:"
+        " value of `vllm serve --tool-call-parser` in the model's card",
     ),
     "agent": Choice(
         settings={"function": "my_agent:run"},
-        comment="function: of yours, given the base URL of an OpenAI-compatible endpoint; returns"
-        " the reward. Or `command`, a program",
+        comment="function: your function, called with the base URL of an OpenAI-compatible"
+        " endpoint; returns the reward; or set `command`, a program",
     ),
     "verifiers": Choice(
         settings={"env": {"taskset": {"id": "my_tasks"}}, "task": "task"},
-        comment="env: as verifiers has it; task: the column with the number of a row's task",
+        comment="env: config of the environment in verifiers' format; task: column with the number"
+        " of the row's task",
     ),
     "openenv": Choice(
         settings={"url": "http://localhost:8000", "action": "message", "observation": None},
-        comment="url: of your server; action: the field that takes a response; observation: the"
-        " field that is shown, null for all",
+        comment="url: address of your server; action: the field for the response; observation: the"
+        " field that the model sees, null for all",
     ),
 }
-# Files that run as they are, so that the first config can be planned.
+# These modules work without changes, so that `mar plan` accepts the first config.
 STARTERS = {
     "my_tools": '''"""Functions that the model may call: those without a leading underscore."""
 
@@ -94,39 +96,40 @@ def run(prompt, base_url):
     return float(answer.choices[0].message.content.strip() == str(prompt.fields["answer"]))
 ''',
 }
-"""Contents of the modules that the settings above name, for a user who has none."""
+"""Content of the modules that the settings above name; written if the module does not exist."""
 
 
 def names_of(answer: str) -> list[str]:
-    """The names in an answer. Raises ValueError for an unknown one."""
+    """Return the names in an answer. Raises ValueError for an unknown name, for a name that occurs
+    twice, and for more than one environment."""
     names = [one.strip() for one in answer.split("+")]
     known = {**REWARDS, **ENVIRONMENTS}
-    # `module:function` is checked when it is loaded, by the plan.
+    # The plan checks `module:function` by loading it.
     for name in names:
         if name not in known and ":" not in name:
             raise ValueError(
-                f"nothing is called {name!r}: {suggestion(name, known)}rewards are"
+                f"{name!r} is unknown: {suggestion(name, known)}rewards are"
                 f" {', '.join(REWARDS)} and module:function, environments"
                 f" {', '.join(ENVIRONMENTS)} and module:Class; `+` joins several"
             )
-    # Parts are named after their rewards, and names must be unique.
+    # The parts of a reward are named after these names, so they must be unique.
     if len(set(names)) < len(names):
-        raise ValueError(f"{answer!r} names one of them twice")
+        raise ValueError(f"{answer!r} contains a name twice")
     if len(found := [one for one in names if is_environment(one)]) > 1:
         raise ValueError(
-            f"{' and '.join(found)} are environments, and a run has one: leave one out"
+            f"{' and '.join(found)} are environments, and a run has only one: keep one of them"
         )
     return names
 
 
 def is_environment(name: str) -> bool:
-    """True for a built-in one and for a class with its methods. False, too, for what cannot be
-    loaded: the plan gives the reason."""
+    """Return True for a built-in environment, and for a class with the methods of one. False for a
+    name that cannot be loaded: the plan reports the reason."""
     if ":" not in name:
         return name in ENVIRONMENTS
     module, _, attribute = name.partition(":")
     try:
-        # Importing decides: the name alone does not distinguish a reward from an environment.
+        # The name alone does not distinguish a reward from an environment.
         found = getattr(registry.imported(module, name, registry.KEY), attribute, None)
     except (registry.RewardError, ValueError):
         return False
@@ -135,18 +138,19 @@ def is_environment(name: str) -> bool:
 
 @dataclass(frozen=True)
 class RewardChoice:
-    """`names`: of rewards, and of at most one environment; `settings`: of each."""
+    """Names of rewards and of at most one environment, and the settings of each name."""
 
     names: Sequence[str]
     settings: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def of(cls, answer: str, given: Sequence[str]) -> RewardChoice:
-        """`given`: [NAME.]KEY=VALUE, without NAME of the answer's first. Raises UserError, and
-        ValueError for an answer that `names_of` refuses."""
+        """Return the choice for `answer` with the settings `given`, [NAME.]KEY=VALUE. NAME is the
+        first name in the answer by default. Raises UserError for a setting, and ValueError for an
+        answer that `names_of` refuses."""
         names = names_of(answer)
         known = {**REWARDS, **ENVIRONMENTS}
-        # Copies: the defaults are shared by all answers.
+        # Copies, because all choices share the starting values.
         settings = {one: dict(known[one].settings) if one in known else {} for one in names}
         for one in given:
             name, key, value = _setting(one, names)
@@ -158,8 +162,8 @@ class RewardChoice:
         return next((one for one in self.names if is_environment(one)), None)
 
     def starters(self) -> dict[Path, str]:
-        """Files of STARTERS that the settings name and Python does not find, for the folder in
-        which they are looked for."""
+        """Return path and content of each module in STARTERS that the settings name and that does
+        not exist. They belong into the current folder, from which Python imports them."""
         named = {
             str(one).partition(":")[0] for each in self.settings.values() for one in each.values()
         }
@@ -173,35 +177,31 @@ class RewardChoice:
         }
 
     def lines(self, *, chat: bool) -> str:
-        """Lines of the section `rollout`. `chat`: the model has a chat template."""
+        """Return the lines for the section `rollout`. `chat`: the model has a chat template."""
         environment = self.environment
         rewards = [one for one in self.names if one != environment]
-        # `tools` has no reward of its own, and a config without one is refused.
+        # `tools` does not provide a reward, and a config without a reward is refused.
         if environment == TOOLS and not rewards:
             rewards = ["math"]
-        found = "" if environment is None else self._environment(environment, chat=chat)
+        section = "" if environment is None else self._environment(environment, chat=chat)
         if not rewards:
-            return found
-        of = (
-            "of the last turn, added to what the environment gives: "
-            if environment is not None
-            else ""
-        )
+            return section
+        scored = "for the last turn, added to the environment's reward: " if environment else ""
         if len(rewards) == 1:
-            comment = _comment((of + self._comment(rewards[0])).removesuffix(": "))
-            return f"{found}{comment}  reward: {_flow(self._reward(rewards[0]))}\n"
+            comment = _comment((scored + self._comment(rewards[0])).removesuffix(": "))
+            return f"{section}{comment}  reward: {_flow(self._reward(rewards[0]))}\n"
         parts = "".join(
             f"{_comment(self._comment(one), 6)}      {label}: {_flow(self._reward(one))}\n"
             for label, one in zip(_labels(rewards), rewards, strict=True)
         )
-        more = f"{of}the sum of the parts; `weight`, `gate`: {shipped('docs/rewards.md')}"
-        return f"{found}{_comment(more)}  reward:\n    parts:\n{parts}"
+        more = f"{scored}the sum of the parts; `weight` and `gate`: {shipped('docs/rewards.md')}"
+        return f"{section}{_comment(more)}  reward:\n    parts:\n{parts}"
 
     def _environment(self, name: str, *, chat: bool) -> str:
         tree: dict[str, Any] = {"name": name}
         if self.settings[name]:
             tree["settings"] = self.settings[name]
-        # Without a chat template turns are joined as text; agents always send chats.
+        # Without a chat template turns are joined as text. Agents always send messages.
         if not chat and name not in AGENTS:
             tree["format"] = "text"
         tree["max_turns"] = 8
@@ -222,36 +222,36 @@ class RewardChoice:
         try:
             of_groups = registry.load_reward(name, settings).of_groups
         except registry.RewardError:
-            return tree  # the plan gives the reason
+            return tree  # the plan reports the error
         return tree | ({"per": "group"} if of_groups else {})
 
 
-def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
-    """Name of the reward or environment that the setting belongs to, its key and its value."""
-    path, separator, text = given.partition("=")
+def _setting(setting: str, names: Sequence[str]) -> tuple[str, str, Any]:
+    """Return (name of the reward or environment, key, value) of a setting [NAME.]KEY=VALUE."""
+    path, separator, text = setting.partition("=")
     owner, dot, key = path.rpartition(".")
-    # A setting may name `module:function` by its function; a full name wins.
+    # NAME may be the function of `module:function` alone; full names take precedence.
     short = {one.rpartition(":")[2]: one for one in names} | {one: one for one in names}
     name = short.get(owner) if dot else names[0]
     if not separator or not key.isidentifier():
         raise UserError.of(
-            SETTING, f"{given!r} is not KEY=VALUE", "write such as url=http://HOST:PORT"
+            SETTING, f"{setting!r} is not KEY=VALUE", "write, for example, url=http://HOST:PORT"
         )
-    # An unknown owner is refused: its setting would be lost.
+    # An unknown NAME is refused, because its setting would be lost.
     if name is None:
         hint = suggestion(owner, short)
-        what = f"{owner!r} is not in the answer to --reward"
-        raise UserError.of(SETTING, what, f"{hint}settings are those of {', '.join(names)}")
+        what = f"{owner!r} is not a name in --reward"
+        raise UserError.of(SETTING, what, f"{hint}use one of the names {', '.join(names)}")
     try:
         return name, key, parse_value(text)
     except YamlFault as error:
-        raise UserError.of(SETTING, f"{given!r}: {error.what}", error.fix) from None
+        raise UserError.of(SETTING, f"{setting!r}: {error.what}", error.fix) from None
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Unique names of the parts, which are metrics."""
+    """Return unique names of the parts."""
+    # Metrics are named after the parts, so other characters than letters and digits are replaced.
     short = [re.sub(r"\W", "_", one.rpartition(":")[2]).lstrip("_") or "part" for one in names]
-    # Metric names must be unique and hold no colon.
     return [one if short.count(one) == 1 else f"{one}_{place}" for place, one in enumerate(short)]
 
 

@@ -1,5 +1,5 @@
-"""A plan on one or two screens: processes, batch, memory, the staleness law, the time of a step,
-totals of the run, and last the verdict; the resolved config on request."""
+"""Output of `mar plan`: processes, batch, memory, staleness, step time, totals of the run, problems
+and the verdict; the resolved config on request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import read_newest
 from megatron_async_rl.plan.estimate import measure, update_per_lr
-from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
+from megatron_async_rl.plan.fit import ipc_bucket_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.machine import Machine, size
 from megatron_async_rl.plan.memory import (
     OverheadParts,
@@ -31,11 +31,11 @@ from megatron_async_rl.plan.plan import RunPlan
 PROCESSES_SHOWN = 16
 STAGES_SHOWN = 5
 WIDTH = 100
-"""Largest width of a plan, also on a wider terminal or in a pipe."""
+"""Largest width of the output, also on a wider terminal or in a pipe."""
 LABEL = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}\s{2,}")
-"""Beginning of a line whose rest is wrapped in its own column."""
+"""Matches the label of a line; the rest of the line is wrapped in its own column."""
 MEASURED_STEPS = 2000
-"""Number of last steps of a run from which rates are taken."""
+"""Number of last steps of a run that rates are measured in."""
 
 
 def show_plan(
@@ -49,13 +49,15 @@ def show_plan(
     refused: Sequence[str] = (),
     with_config: bool = False,
 ) -> None:
-    """Print the plan, as far as its problems let it be computed, its notes, its problems and, last,
-    the verdict. `measured_in`: a run whose measured rates predict the overlap. `notes`: more
-    of them. `refused`: reasons for which `mar train` would not start in this run.dir.
-    `with_config`: print the resolved config, too."""
-    # Prose is hard to read across a wide terminal, and pipes report any width.
+    """Print the plan, its notes and problems, and the verdict. Parts that could not be computed
+    because of problems are left out.
+
+    `measured_in`: run whose measured rates predict the overlap. `notes`: notes besides the plan's.
+    `refused`: reasons why `mar train` would refuse run.dir; only if the plan has no problems.
+    `with_config`: print the resolved config first.
+    """
+    # Long lines are hard to read, and the width is arbitrary in a pipe.
     console.width = min(console.width, WIDTH)
-    # First, since the plan explains what these values lead to.
     if with_config:
         _heading(console, "config")
         _print(console, resolved(config))
@@ -78,7 +80,7 @@ def show_plan(
     if plan.totals is not None:
         _heading(console, "totals")
         _print(console, plan.totals.as_text(step_s))
-    # After the numbers that they comment on, before problems, which must be seen last.
+    # Notes follow the numbers that they concern. Problems come last, so that they are not missed.
     for note in (*plan.warnings, *notes):
         _print(console, Text.assemble(("note: ", "yellow bold"), note))
     if plan.problems:
@@ -87,19 +89,18 @@ def show_plan(
             _print(console, str(problem))
         if len(plan.problems) > SCREEN_PROBLEMS:
             _print(console, f"... and {len(plan.problems) - SCREEN_PROBLEMS} more")
-    # Always the last line, where a user and a script look for it.
+    # Always the last line, where users and scripts expect it.
     _print(console, _verdict(plan, machine, refused))
 
 
 def _verdict(plan: RunPlan, machine: Machine, refused: Sequence[str]) -> Text:
-    """One line: whether the config can run, and what was not checked."""
-    # A refused directory comes before memory: the run would not even be planned.
+    """Return one line on whether the config can run, and on what was not checked."""
     if refused:
         what = f"fits, but `mar train` would refuse this run.dir: {'; '.join(refused)}"
         return Text.assemble(("verdict: ", "bold"), (what, "red"))
     where = "on the machines described" if machine.described else "here"
     if plan.problems:
-        # Lack of memory or GPUs is what a plan must show.
+        # Too few GPUs or too little memory first: a plan is made to find these.
         first = (plan.unfit or plan.problems)[0]
         what = (
             f"{'does not fit' if plan.unfit else 'cannot run'} {where}: {first.key}: {first.what}"
@@ -109,16 +110,16 @@ def _verdict(plan: RunPlan, machine: Machine, refused: Sequence[str]) -> Text:
         return Text.assemble(("verdict: ", "bold"), (what, "red"))
     what = f"can run {where}"
     if plan.absent:
-        what += f"; not checked, as the files are not here: {', '.join(plan.absent)}"
+        what += f"; not checked, because the files are not here: {', '.join(plan.absent)}"
     if machine.described and not machine.memory:
         what += "; host memory not checked (--host-memory)"
-    # Estimates alone never refuse a run.
+    # Estimates never refuse a run, so this is not a problem of the plan.
     crowded = [host for host in plan.hosts if machine.memory and host.total > machine.memory]
     if crowded:
         maximum = max(host.total for host in crowded)
         what = (
-            f"may not fit {where}: about {size(maximum)} of host memory of"
-            f" {size(machine.memory)}, by estimates"
+            f"may not fit {where}: by estimates, about {size(maximum)} of host memory are needed,"
+            f" and the machine has {size(machine.memory)}"
         )
         return Text.assemble(("verdict: ", "bold"), (what, "yellow"))
     return Text.assemble(("verdict: ", "bold"), (what, "green"))
@@ -138,18 +139,18 @@ def _show_memory(plan: RunPlan, config: Config, machine: Machine, console: Conso
             option = shm_size(weights, store)
             _print(
                 console,
-                f"/dev/shm of rank 0's machine: {size(weights)}, {what}, and {size(store)}, Ray's"
-                f" object store; in a container docker run {option}",
+                f"/dev/shm of rank 0's machine: {size(weights)} ({what}) and {size(store)} (Ray's"
+                f" object store); in a container: docker run {option}",
             )
         carrier, two = config.weights.carrier, size(2 * plan.engine.weights)
         if carrier.per_engine:
-            _print(console, f"each engine: {two} in its machine's /dev/shm, two versions")
+            _print(console, f"each engine: {two} in its machine's /dev/shm (two versions)")
         elif carrier.other_machines:
-            _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
+            _print(console, f"each other machine with engines: {two} in /dev/shm (two versions)")
         if carrier.ipc:
-            two = size(lent_bytes(config, plan.engine))
-            where = "in /dev/shm" if plan.device == "cpu" else "of its GPU"
-            _print(console, f"each rank, while engines load: {two} {where}, two buckets")
+            two = size(ipc_bucket_bytes(config, plan.engine))
+            where = "in /dev/shm" if plan.device == "cpu" else "on its GPU"
+            _print(console, f"each rank, while engines load: {two} {where} (two buckets)")
     if plan.peaks:
         console.print(_peaks(plan))
     if plan.hosts:
@@ -160,54 +161,54 @@ def _show_memory(plan: RunPlan, config: Config, machine: Machine, console: Conso
 def _show_speed(
     plan: RunPlan, config: Config, console: Console, measured_in: Path | None
 ) -> float | None:
-    """Print staleness and the time of a step; return the seconds of a step, null where they are not
-    known."""
+    """Print staleness and step time. Return the seconds of a step, or None if they are unknown."""
     rows = read_newest(measured_in, MEASURED_STEPS) if measured_in is not None else []
     _heading(console, "staleness")
     _print(console, f"{staleness_law(config)}\n{planning_rule(config, update_per_lr(rows))}")
-    # Measured rates of this machine replace the data sheet's.
+    # Measured rates are more accurate than those of a data sheet.
     rates = measure(rows)
     if measured_in is not None:
         _heading(console, "overlap")
         if rates is not None:
             _print(console, expected_overlap(config, rates, measured_in))
             return overlap_of(config, rates, measured_in).step_s
-        nothing = f"not known: {measured_in} has not logged what its engines did for two steps"
-        _print(console, nothing)
-    found = plan.estimate
-    # Empty text: no estimate is made of a plan that cannot run.
-    if not found:
-        return None  # the plan has problems
+        unknown = f"unknown: {measured_in} has not logged two steps with the work of its engines"
+        _print(console, unknown)
+    estimate = plan.estimate
+    # Empty if the plan has problems.
+    if not estimate:
+        return None
     _heading(console, "step time")
-    _print(console, found if isinstance(found, str) else found.as_text())
-    return None if isinstance(found, str) else found.step_s
+    _print(console, estimate if isinstance(estimate, str) else estimate.as_text())
+    return None if isinstance(estimate, str) else estimate.step_s
 
 
 def _fp8(config: Config) -> str:
     fp8 = config.policy.fp8
     if fp8 is None:
         return ""
-    kept = "kept in FP8" if fp8.primary_weights else "in bfloat16, rounded in each pass"
-    return f"; FP8 GEMMs, {fp8.recipe}; their weights {kept}"
+    weights = "stored in FP8" if fp8.primary_weights else "stored in bfloat16, cast in each pass"
+    return f"; FP8 GEMMs ({fp8.recipe}), weights {weights}"
 
 
 def machine_line(machine: Machine) -> str:
+    """Return a line on the machines of the plan."""
     gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
     nodes = machine.nodes + machine.engine_nodes
     count = f"{nodes} nodes, each with" if nodes > 1 else "one node with"
-    # A described machine has no cores and no disk to report.
+    # Cores of a described machine are unknown.
     if machine.described:
         memory = f", {size(machine.memory)} host memory" if machine.memory else ""
         return f"as described: {count} {gpus}{memory}"
-    here = f"{count} what this machine has" if nodes > 1 else "this machine"
+    here = f"{count} the resources of this machine" if nodes > 1 else "this machine"
     return f"{here}: {machine.cores} cores, {size(machine.memory)} memory, {gpus}"
 
 
 def resolved(config: Config) -> str:
-    """The whole config, defaults included, a section to a line."""
+    """Return the whole config with its defaults, one line per section."""
     lines = []
     for name, section in config.model_dump(mode="json").items():
-        # PyYAML ends a document that is a bare scalar with `...`.
+        # PyYAML writes `...` after a document that is a scalar.
         text = write(section, one_line=True).removesuffix("...\n").strip()
         lines.append(f"{name}: {text}")
     return "\n".join(lines)
@@ -218,10 +219,10 @@ def _heading(console: Console, text: str) -> None:
 
 
 def _print(console: Console, text: str | Text) -> None:
-    """Print lines, wrapped at the console's width. What follows a label stands in its own column;
-    a word that is longer than a line, such as a path, stays whole."""
+    """Print lines, wrapped at the console's width. The text after a label is wrapped in its own
+    column. A word that is longer than a line, such as a path, is not broken."""
     for line in text.split("\n") if isinstance(text, Text) else map(Text, text.split("\n")):
-        # Hanging indent: the value column stays aligned when a line wraps.
+        # A hanging indent keeps wrapped lines in the column of the first one.
         label = LABEL.match(line.plain)
         indent = label.end() if label else 2
         wrapped = textwrap.wrap(
@@ -232,7 +233,8 @@ def _print(console: Console, text: str | Text) -> None:
             break_on_hyphens=False,
         )
         shown = Text("\n".join(wrapped))
-        for span in line.spans:  # a style of the first words
+        # Only the first words have a style, so the spans are within the first line.
+        for span in line.spans:
             shown.stylize(span.style, span.start, min(span.end, len(wrapped[0])))
         console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
@@ -241,7 +243,7 @@ def _processes(plan: RunPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("process", "what", "on"):
         table.add_column(column)
-    # A plan for hundreds of GPUs still fits a screen.
+    # Limited, so that a plan for hundreds of GPUs fits a screen.
     for process in plan.processes[:PROCESSES_SHOWN]:
         table.add_row(process.name, process.kind, process.device)
     if len(plan.processes) > PROCESSES_SHOWN:
@@ -251,12 +253,12 @@ def _processes(plan: RunPlan) -> Table:
 
 def _nodes(plan: RunPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("machine", "what it has"):
+    for column in ("machine", "processes"):
         table.add_column(column)
     shown = plan.nodes
     if len(shown) > PROCESSES_SHOWN:
         beyond = (f"and {len(shown) - PROCESSES_SHOWN} more", "as many ranks each")
-        # The last row differs: nodes with engines alone come after those with ranks.
+        # The last row is shown, too: machines with engines only come last.
         shown = (*shown[: PROCESSES_SHOWN - 1], beyond, shown[-1])
     for node in shown:
         table.add_row(*node)
@@ -268,9 +270,9 @@ def _batch(plan: RunPlan, config: Config) -> str:
     assert batch is not None
     return (
         f"{number_of('prompt', flow.prompts_per_step)} x {number_of('response', flow.group_size)} ="
-        f" {number_of('sample', batch.samples)}, {batch.samples_per_rank} on each of"
-        f" {number_of('data-parallel rank', batch.data_parallel)}, up to"
-        f" {batch.longest} tokens each (prompt + response)\n{_steps(config)}micro-batches of"
+        f" {number_of('sample', batch.samples)} of up to {batch.longest} tokens (prompt +"
+        f" response); {number_of('data-parallel rank', batch.data_parallel)},"
+        f" {number_of('sample', batch.samples_per_rank)} per rank\n{_steps(config)}micro-batches of"
         f" {config.policy.tokens_per_micro_batch} tokens: {batch.micro_batches_half} per rank at"
         f" half length, {batch.micro_batches_full} at full length{_routed(plan)}"
     )
@@ -279,21 +281,20 @@ def _batch(plan: RunPlan, config: Config) -> str:
 def _routed(plan: RunPlan) -> str:
     if not plan.routed_bytes or plan.batch is None:
         return ""
-    # Each token carries the ids of its experts in every layer.
+    # Each token has the ids of its experts in every layer.
     maximum = plan.routed_bytes * plan.batch.longest * plan.batch.samples
     return (
-        f"\nexperts that the engines chose: {plan.routed_bytes} bytes a token, up to"
-        f" {size(maximum)} of a"
-        " batch in the controller, and of each data-parallel rank's samples on the rank's host"
+        f"\nexperts chosen by engines: {plan.routed_bytes} bytes per token, up to {size(maximum)}"
+        " for a batch in the controller; each data-parallel rank's host has those of its samples"
     )
 
 
 def _steps(config: Config) -> str:
-    """A line for a batch of several optimizer steps."""
+    """Return a line on the optimizer steps of a batch; empty if there is only one."""
     objective, prompts = config.objective, config.flow.prompts_per_step
     if objective.steps_per_batch == 1:
         return ""
-    # Groups stay whole, so minibatches may differ by one.
+    # Minibatches consist of whole groups, so their sizes may differ by one.
     fewest = prompts // objective.minibatches
     groups = f"{fewest}" if prompts % objective.minibatches == 0 else f"{fewest} or {fewest + 1}"
     return (
@@ -304,11 +305,12 @@ def _steps(config: Config) -> str:
 
 
 def _rank_memory(plan: RunPlan, config: Config) -> Table:
-    """A column for each pipeline stage; of many stages only those at both ends, which hold most."""
+    """Return a table with a column per pipeline stage; of many stages, the first ones and the
+    last."""
     ranks = list(plan.ranks)
     left_out = len(ranks) - STAGES_SHOWN
     if left_out > 0:
-        # The first stage has the embedding, the last the output layer and the log-probs.
+        # The first stage has the embedding, the last stage the output layer and the log-probs.
         ranks = [*plan.ranks[: STAGES_SHOWN - 1], plan.ranks[-1]]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("on its device")
@@ -329,27 +331,27 @@ def _rank_memory(plan: RunPlan, config: Config) -> Table:
         ("other weights", [rank.held for rank in ranks]),
         ("offloaded", [rank.offloaded for rank in ranks]),
         ("while engines generate", [twin_bytes(config, rank) for rank in ranks]),
-        ("a checkpoint's copy", [rank.staged for rank in ranks]),
+        ("copy for a checkpoint", [rank.staged for rank in ranks]),
     ]
     rows += [(f"{name}, on the host", sizes) for name, sizes in on_host]
     always = ("parameters", "gradients", "optimizer", "total ~")
     for name, sizes in rows:
-        # Rows of features that are off would only lengthen the table.
+        # Rows of unused features are left out.
         if any(sizes) or name in always:
             table.add_row(name, *(size(one) for one in sizes))
     if left_out > 0:
-        table.add_row(f"({left_out} stages between them are not shown)")
+        table.add_row(f"({left_out} stages before the last are not shown)")
     return table
 
 
 def _host_memory(plan: RunPlan, machine: Machine) -> Table:
-    """A column for each kind of machine; of many kinds the first ones."""
+    """Return a table with a column per kind of machine; of many kinds, the first ones."""
     hosts = plan.hosts[:STAGES_SHOWN]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("all processes of a machine")
     for host in hosts:
         table.add_column(host.machines if len(plan.hosts) > 1 else "", justify="right")
-    # Machines differ in their parts; the table has the union, in a stable order.
+    # Machines may have different parts: the rows are the union of all, in a stable order.
     names = dict.fromkeys((part.name, part.certain) for host in plan.hosts for part in host.parts)
     for name, certain in names:
         sizes = [sum(part.size for part in host.parts if part.name == name) for host in hosts]
@@ -358,7 +360,7 @@ def _host_memory(plan: RunPlan, machine: Machine) -> Table:
         )
     table.add_row("total ~", *(size(host.total) for host in hosts))
     table.add_row(
-        "of it in /dev/shm",
+        "of this in /dev/shm",
         *(size(host.shared_memory) if host.shared_memory else "none" for host in hosts),
     )
     if machine.memory:
@@ -370,12 +372,12 @@ def _host_memory(plan: RunPlan, machine: Machine) -> Table:
 
 def _overhead(config: Config) -> str:
     rollout, parts = config.rollout, rank_overhead(config)
-    lines = [f"besides, on each rank's GPU ~: {_shown(parts)}"]
+    lines = [f"in addition, on each rank's GPU ~: {_shown(parts)}"]
     if rollout is not None and rollout.placement == "colocated":
-        lines.append(f"and of an engine that sleeps there ~: {_shown(sleeping_overhead(rollout))}")
+        lines.append(f"and of a sleeping engine there ~: {_shown(sleeping_overhead(rollout))}")
     elif rollout is not None:
         lines.append(
-            "besides, on each GPU of an engine, outside rollout.gpu_memory_utilization ~:"
+            "in addition, on each engine's GPU, outside rollout.gpu_memory_utilization ~:"
             f" {_shown(engine_overhead(rollout))}"
         )
     return "\n".join(lines)
@@ -389,10 +391,10 @@ def _shown(parts: OverheadParts) -> str:
 
 def _peaks(plan: RunPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("a GPU in phase")
+    table.add_column("GPU in phase")
     table.add_column("peak ~", justify="right")
-    table.add_column("it has", justify="right")
-    table.add_column("what takes most")
+    table.add_column("available", justify="right")
+    table.add_column("largest parts")
     for phase, need in plan.peaks.items():
         table.add_row(phase, size(need.total), size(need.has), need.largest)
     return table
@@ -403,15 +405,15 @@ def _engine_memory(plan: RunPlan, config: Config) -> str:
     assert engine is not None
     assert rollout is not None
     engines = "the engine" if rollout.engines == 1 else f"each of {rollout.engines} engines"
-    # On a GPU vLLM measures what is left only when it starts.
+    # On a GPU, vLLM decides the size of the cache when it starts.
     if engine.cache is None or engine.cache_tokens is None:
         return (
-            f"{engines}: weights {size(engine.weights)}; KV cache takes"
-            f" what is left of {rollout.gpu_memory_utilization:.0%} of its GPU,"
-            f" {engine.bytes_per_token} bytes a token"
+            f"{engines}: weights {size(engine.weights)}; KV cache: the rest of"
+            f" {rollout.gpu_memory_utilization:.0%} of its GPU, {engine.bytes_per_token} bytes per"
+            " token"
         )
     at_once = (
-        f" = {engine.cache_tokens // batch.longest} responses of {batch.longest}"
+        f" = {engine.cache_tokens // batch.longest} samples of {batch.longest}"
         if batch is not None
         else ""
     )

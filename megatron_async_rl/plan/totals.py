@@ -1,7 +1,8 @@
-"""Sums of a batch and of a whole run: samples, micro-batches, time, GPU-hours, tokens, epochs and
-bytes on disk; also problems of a sample or a batch that does not fit.
+"""Sums over a batch and over a whole run: samples, micro-batches, time, GPU-hours, tokens, epochs
+and bytes on disk; and problems of samples and batches that do not fit.
 
-Responses are assumed to have half of rollout.sampling.max_tokens, as in the estimate of a step.
+The mean length of a response is assumed to be half of rollout.sampling.max_tokens, as in the
+estimate of a step.
 """
 
 from __future__ import annotations
@@ -32,26 +33,31 @@ class TrainingSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over `steps` steps. `gpus`: GPUs of all machines, 0 on CPUs; `used`: those with a rank
-    or an engine. `sampled`: response tokens. `trained`: tokens of prompts and responses in the
-    policy's training passes. `checkpoints`: largest number that exist at once, including the one
-    being written."""
+    """Sums over the `steps` steps of a run."""
 
     steps: int
     gpus: int
+    """Number of GPUs of all machines; 0 on CPUs."""
     used: int
+    """Number of GPUs with a rank or an engine."""
     prompts: int
     sampled: int
+    """Response tokens."""
     trained: int
+    """Tokens of prompts and responses in training passes."""
     sources: tuple[TrainingSource, ...]
     checkpoint: int
+    """Bytes of one checkpoint."""
     checkpoints: int
+    """Largest number of checkpoints that exist at a time, including the one being written."""
     export: int
+    """Bytes of the exported model."""
     samples: int
+    """Largest size of the sample log in bytes."""
 
     def epochs(self, source: TrainingSource) -> float:
-        """Return the passes over the rows of a source."""
-        # Shares are relative weights, as the mixture draws them.
+        """Return the number of passes over the rows of a source."""
+        # The mixture draws from each source in proportion to its weight.
         weights = sum(one.weight for one in self.sources)
         return self.prompts * source.weight / weights / source.rows
 
@@ -69,23 +75,23 @@ class Totals:
         lines = [_time(self, step_s)]
         if idle := max(0, self.gpus - self.used):
             lines.append(
-                f"idle           {_gpus(idle)} of {self.gpus}: ranks and engines take {self.used}"
+                f"idle           {_gpus(idle)} of {self.gpus}: ranks and engines use {self.used}"
                 " (policy.parallel.ranks, rollout.engines)"
             )
         sampled = f"{_count(self.sampled)} sampled, " if self.sampled else ""
-        lines.append(f"tokens         {sampled}{_count(self.trained)} trained on")
+        lines.append(f"tokens         {sampled}{_count(self.trained)} trained")
         if self.sources:
             each = [
                 f"{self.epochs(one):.2g} of {one.label} ({one.rows:,} rows)" for one in self.sources
             ]
-            lines.append(f"epochs         {', '.join(each)}; {self.prompts:,} prompts in all")
+            lines.append(f"epochs         {', '.join(each)}; {self.prompts:,} prompts in total")
         else:
             lines.append(
-                f"epochs         not known without the data; {self.prompts:,} prompts in all"
+                f"epochs         unknown without the data; {self.prompts:,} prompts in total"
             )
-        written = ", one of them being written" if self.checkpoints > 1 else ""
+        written = ", including the one being written" if self.checkpoints > 1 else ""
         lines.append(
-            f"checkpoints    {_bytes(self.checkpoint)} each, up to {self.checkpoints} at once"
+            f"checkpoints    {_bytes(self.checkpoint)} each, up to {self.checkpoints} at a time"
             f"{written}: {_bytes(self.checkpoint * self.checkpoints)}"
         )
         lines.append(
@@ -113,11 +119,11 @@ def totals(
         gpus=len(machine.gpus) * (machine.nodes + machine.engine_nodes) if device == "cuda" else 0,
         used=gpus_used(config, machine) if device == "cuda" else 0,
         prompts=steps * config.flow.prompts_per_step,
-        # Half of max_tokens per response, because the true mean is known only afterwards.
+        # Half of max_tokens per response; the true mean is unknown before the run.
         sampled=samples * segments * batch.response if rollout is not None else 0,
         trained=samples * segments * (batch.prompt + batch.response) * config.objective.epochs,
         sources=tuple(one for one in sources if one.rows),
-        # Frozen weights are not saved; they come from model.path again.
+        # Frozen weights are not saved: a resumed run reads them from model.path.
         checkpoint=parameters * saved_bytes(config),
         checkpoints=checkpoints_at_once(config),
         export=(shape.parameters + adapter) * value_bytes(config),
@@ -126,7 +132,7 @@ def totals(
 
 
 def checkpoints_at_once(config: Config) -> int:
-    """Largest number of checkpoints on disk: an old one is removed only when a new one is whole."""
+    """Return the largest number of checkpoints that exist at a time."""
     every, steps = config.checkpoint.every, config.run.steps
     saved = math.ceil(steps / every) if every else 1
     # The new one is complete before the oldest is removed.
@@ -135,12 +141,12 @@ def checkpoints_at_once(config: Config) -> int:
 
 def _time(sums: Totals, step_s: float | None) -> str:
     if step_s is None:
-        return f"time           not known; {sums.steps:,} steps"
+        return f"time           unknown; {sums.steps:,} steps"
     hours = sums.hours(step_s)
     gpus = f", {_number(hours * sums.gpus)} GPU-hours on {_gpus(sums.gpus)}" if sums.gpus else ""
     long = f"{_number(hours)} h" if hours >= 1 else f"{hours * 60:.3g} min"
     return (
-        f"time           {long} for {sums.steps:,} steps{gpus}; without starts, evaluations and"
+        f"time           {long} for {sums.steps:,} steps{gpus}, without starts, evaluations and"
         " checkpoints"
     )
 
@@ -169,8 +175,8 @@ def _bytes(count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLengths:
-    """Token counts of the data: the longest prompt, the mean prompt, and the number of prompts
-    read."""
+    """Lengths of the prompts in tokens: the longest and the mean; and the number of prompts that
+    were read."""
 
     longest: int
     mean: float
@@ -179,9 +185,9 @@ class PromptLengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The samples of one version. Micro-batch counts are per data-parallel rank, for one pass, with
-    responses of half and of full length. `prompt` and `response`: tokens of a sample at half
-    length."""
+    """Samples of one training step. `prompt`, `response`: tokens of a sample with a response of
+    half length. `micro_batches_*`: number per data-parallel rank and pass, with responses of half
+    and of full length."""
 
     samples: int
     data_parallel: int
@@ -197,16 +203,16 @@ class Batch:
 
 
 def context_limit(config: Config, shape: ModelShape) -> int:
-    """Return the tokens of prompt + response: the model's limit, or `rollout.max_context` below
-    it."""
+    """Return the largest number of tokens of prompt + response: `rollout.max_context`, at most the
+    model's limit."""
     if config.rollout is None or config.rollout.max_context is None:
         return shape.context
     return min(config.rollout.max_context, shape.context)
 
 
 def longest_sample(config: Config, shape: ModelShape | None, lengths: PromptLengths | None) -> int:
-    """Return the tokens of the longest possible prompt + response, as far as known."""
-    # A longer sample is refused, because a sample is never divided over micro-batches.
+    """Return the largest possible number of tokens of prompt + response."""
+    # A longer sample is refused, because it cannot be divided over micro-batches.
     limit = config.policy.tokens_per_micro_batch
     if shape is not None:
         limit = min(limit, context_limit(config, shape))
@@ -246,11 +252,12 @@ def batch_of(
 
 
 def batch_problems(config: Config, lengths: PromptLengths | None) -> list[Problem]:
+    """Return problems of a batch that does not divide, or of samples that do not fit."""
     found = []
     parallel, flow = config.policy.parallel, config.flow
     samples = flow.prompts_per_step * flow.group_size
     data_parallel = max(1, parallel.data)
-    # Ranks must run the same number of samples, or a collective would hang.
+    # All ranks must train on the same number of samples, or a collective would hang.
     if samples % data_parallel:
         found.append(
             Problem(
@@ -267,29 +274,29 @@ def batch_problems(config: Config, lengths: PromptLengths | None) -> list[Proble
             )
         )
     smallest = flow.prompts_per_step // config.objective.minibatches * flow.group_size
-    # A replica without samples would still have to join every collective.
+    # Each replica needs at least one sample in every minibatch.
     if 0 < smallest < data_parallel <= samples:
-        most_minibatches = flow.prompts_per_step // math.ceil(data_parallel / flow.group_size)
+        max_minibatches = flow.prompts_per_step // math.ceil(data_parallel / flow.group_size)
         found.append(
             Problem(
                 key="objective.minibatches",
                 what=(
-                    f"{config.objective.minibatches} minibatches of {flow.prompts_per_step} prompts"
-                    f" leave {number_of('sample', smallest)} in one for {data_parallel}"
+                    f"with {config.objective.minibatches} minibatches of {flow.prompts_per_step}"
+                    f" prompts, a minibatch has {number_of('sample', smallest)} for {data_parallel}"
                     " data-parallel ranks"
                 ),
                 fix=(
-                    f"set it to at most {most_minibatches}, raise flow.prompts_per_step, or"
+                    f"set it to at most {max_minibatches}, raise flow.prompts_per_step, or"
                     " lower policy.parallel.ranks"
                 ),
             )
         )
     if config.rollout is not None:
         maximum = (lengths.longest if lengths else 1) + config.rollout.sampling.max_tokens
-        # The last token is not fed, and rows are rounded up.
         multiple = config.policy.row_multiple
         segments = config.rollout.max_segments
-        # Rounded up as rows are, for context and sequence parallelism and FP8.
+        # The last token is a target only. Rows are padded to a multiple, for context and sequence
+        # parallelism and FP8.
         needed = segments * max(maximum, -(-(maximum - 1) // multiple) * multiple)
         several = f", in {segments} rollout.environment.max_segments" if segments > 1 else ""
         if needed > config.policy.tokens_per_micro_batch:
@@ -297,7 +304,7 @@ def batch_problems(config: Config, lengths: PromptLengths | None) -> list[Proble
                 Problem(
                     key="policy.tokens_per_micro_batch",
                     what=(
-                        f"{config.policy.tokens_per_micro_batch} tokens cannot hold one sample of"
+                        f"{config.policy.tokens_per_micro_batch} tokens are too few for a sample of"
                         f" up to {maximum} tokens (prompt + rollout.sampling.max_tokens){several}"
                     ),
                     fix=f"set it to at least {needed}",
@@ -307,6 +314,7 @@ def batch_problems(config: Config, lengths: PromptLengths | None) -> list[Proble
 
 
 def context_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    """Return problems of limits on tokens that exceed the model's context."""
     rollout = config.rollout
     if rollout is None:
         return []
@@ -316,7 +324,7 @@ def context_problems(config: Config, shape: ModelShape) -> list[Problem]:
             Problem(
                 key="rollout.max_context",
                 what=(
-                    f"{rollout.max_context} tokens, but the model takes {shape.context}"
+                    f"{rollout.max_context} tokens, but the model supports {shape.context}"
                     " (max_position_embeddings)"
                 ),
                 fix=f"set it to at most {shape.context}, or null for the model's own limit",
@@ -331,7 +339,7 @@ def context_problems(config: Config, shape: ModelShape) -> list[Problem]:
                     f"{rollout.sampling.max_tokens} response tokens leave no room for a prompt in a"
                     f" context of {limit}"
                 ),
-                fix=f"set it below {limit} minus the longest prompt",
+                fix=f"set it below {limit} minus the length of the longest prompt",
             )
         )
     return found

@@ -1,4 +1,5 @@
-"""Trials before a run: the reward, the environment and grammars answer made-up responses."""
+"""Trials before a run: the reward and the environment process a made-up response, and vLLM compiles
+the grammars of held-out sets."""
 
 from __future__ import annotations
 
@@ -22,28 +23,29 @@ from megatron_async_rl.rollout.scoring import Scorer, require_rewards
 from megatron_async_rl.samples import Prompt
 
 REWARD_TRIAL_TIMEOUT_S = 20.0
-"""Longest wait for one made-up response, so that a slow reward does not delay a plan."""
+"""Time limit for one made-up response, so a slow reward does not delay a plan."""
 MADE_UP_RESPONSE = "0"
 TRIED_PROMPTS = 3
-FAULT = 240
-"""Limit of a library's message on a grammar, in characters; it may repeat the whole grammar."""
+GRAMMAR_MESSAGE_CHARACTERS = 240
+"""Largest length of a library's message on a grammar, which may repeat the whole grammar."""
 GRAMMAR_FIX = {
     "regex": (
-        "write it without what such grammars do not have: look-around, back-references, conditions,"
-        " word boundaries (it is matched from the first to the last character as it is)"
+        "remove what such grammars do not support: look-around, back-references, conditions, word"
+        " boundaries (the expression always matches the whole response)"
     ),
-    "json_schema": "leave out the keywords that it names, and judge the rest in the reward",
+    "json_schema": "remove the keywords that the message names, and check these in the reward",
 }
-"""Advice by the kind of grammar that vLLM rejects: how to rewrite a regex or a schema."""
+"""Advice on a grammar that vLLM rejects, by its kind."""
 
 
 def reward_problems(config: Config, read: Mapping[str, PromptSet]) -> list[Problem]:
-    """Load the reward and score a made-up response to a prompt of each file."""
+    """Load the reward and score a made-up response to the first prompts of each file. Return its
+    problems."""
     if config.rollout is None:
         return []
     settings = config.rollout.reward
     try:
-        # Importing the function first separates a wrong name from a failing call.
+        # Before the trial, to distinguish a wrong name from a failing call.
         require_rewards(settings)
     except RewardError as error:
         return [Problem(key=error.where, what=error.what, fix=error.fix)]
@@ -51,15 +53,15 @@ def reward_problems(config: Config, read: Mapping[str, PromptSet]) -> list[Probl
 
 
 async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) -> list[Problem]:
-    """Score a made-up response to each kind of prompt, in the same kind of process as the run
-    does; returns the failures."""
+    """Score a made-up response to each kind of prompt, in child processes like those of a run.
+    Return the failures as problems."""
     found = []
-    # The run's own scorers: a trial in this process would not find what a child lacks.
+    # The run's own scorers: a trial in this process would miss failures that only a child has.
     scorer, of_groups = Scorer(settings), Scorer(settings, "group")
     scorer.start()
     of_groups.start()
     try:
-        # Both start in parallel, and the slower one decides.
+        # Both were started above, so they start in parallel.
         await scorer.ready()
         await of_groups.ready()
         tried = [
@@ -70,62 +72,63 @@ async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) 
         ]
         for key, one, prompts in tried:
             error = await _first_error(one, prompts)
-            # One failing kind of prompt is enough for a problem; the others are tried as well.
+            # The other kinds of prompts are tried nevertheless: each may have its own problem.
             if error is not None:
                 name = "a part" if settings.name is None else settings.name
                 what = f"{name} failed on a made-up response, {MADE_UP_RESPONSE!r}, to"
                 fix = f"correct the reward, or give every line of {key} the fields that it reads"
                 found.append(
                     Problem(
-                        key=_named(settings),
+                        key=_key_of(settings),
                         what=f"{what} the first prompts of {key}: {error}",
                         fix=fix,
                     )
                 )
     except UserCodeStartError as error:
+        # A module that cannot be imported in the child, or too little memory for it.
         fix = "correct the module, or raise rollout.reward.memory_mib"
-        found.append(Problem(key=_named(settings), what=str(error), fix=fix))
+        found.append(Problem(key=_key_of(settings), what=str(error), fix=fix))
     finally:
-        # Also after an error: their processes would outlive the command.
+        # Also after an error, because their processes would outlive the command.
         scorer.close()
         of_groups.close()
     return found
 
 
 def _of_each_reward(settings: RewardConfig, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
-    """The first few prompts of those that have the same parts of the reward, for each such set."""
+    """Return the first prompts of each kind. Prompts of one kind use the same parts of the
+    reward."""
     first: dict[tuple[str | None, ...], list[Prompt]] = {}
     for prompt in prompts:
-        # Prompts that use the same parts exercise the same code.
         parts = tuple(n for n, part in settings.rewards.items() if part.applies(prompt.fields))
-        of_these = first.setdefault(parts, [])
-        if len(of_these) < TRIED_PROMPTS:
-            of_these.append(prompt)
+        chosen = first.setdefault(parts, [])
+        if len(chosen) < TRIED_PROMPTS:
+            chosen.append(prompt)
     return list(first.values())
 
 
-def _named(settings: RewardConfig) -> str:
-    """Key of the reward, or of its parts."""
+def _key_of(settings: RewardConfig) -> str:
+    """Return the config key of the reward, or of its parts."""
     return "rollout.reward.parts" if settings.name is None else "rollout.reward.name"
 
 
 async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
-    """Null as soon as one prompt is scored: a reward may fail on some, and on_error decides the
-    consequence."""
+    """Return the error on the first prompt, or None if any prompt is scored: a reward may fail on
+    some prompts, and rollout.reward.on_error decides what happens then."""
     first = None
     for prompt in prompts:
-        # Nothing of this reward applies to the prompt.
+        # No part of the reward applies to this kind of prompt.
         if not scorer.scores(prompt):
             return None
         items = [RewardItem(prompt, MADE_UP_RESPONSE)] * (2 if scorer.per == "group" else 1)
         try:
             scored, *_ = await asyncio.wait_for(scorer.score_all(items), REWARD_TRIAL_TIMEOUT_S)
         except TimeoutError:
-            return None  # slow, which rollout.reward.timeout_s allows: nothing is known of it
+            return None  # slow, which rollout.reward.timeout_s may permit: no result
         if scored.error is None:
             return None
         first = first or scored.error
-        # The next prompt would take as long.
+        # The next prompt would probably take as long.
         if scored.timed_out:
             break
     return first
@@ -134,7 +137,8 @@ async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
 def environment_problems(
     config: Config, read: Mapping[str, PromptSet], tokenizer: Tokenizer | None
 ) -> list[Problem]:
-    """Load the environment, and let it answer a made-up turn to a prompt of each file."""
+    """Load the environment and let it process a made-up turn for the first prompts of each file.
+    Return its problems."""
     settings = None if config.rollout is None else config.rollout.environment
     if settings is None:
         return []
@@ -144,8 +148,9 @@ def environment_problems(
         if tokenizer is not None:
             follow = follow_ups(settings, tokenizer)
             if settings.name == TOOLS:
-                # Only the first prompt: the template is the same for all.
-                for found in read.values():  # what a tool answers is put behind a chat
+                # The template must accept a tool's output after a chat. One prompt of each file is
+                # enough, because the template is the same for all.
+                for found in read.values():
                     follow.opened(found.prompts[0], "0")
     except EnvironmentRefused as error:
         return [Problem(key=error.where, what=error.what, fix=error.fix)]
@@ -155,42 +160,42 @@ def environment_problems(
             return [problem]
         return [replace(problem, fix=f"{problem.fix}, or set rollout.environment.format: text")]
     except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
-        what = f"the chat template refuses a second turn: {error}"
+        what = f"the chat template does not accept a second turn: {error}"
         fix = "set another data.chat_template, or set rollout.environment.format: text"
         return [Problem(key="rollout.environment.format", what=what, fix=fix)]
-    # These need a model's answer, which no trial has.
+    # Tools and agents act on a model's response, so a made-up one proves nothing.
     if settings.name in (TOOLS, *AGENTS):
-        return _tasks(settings, read)  # nothing is asked without a model
+        return _missing_tasks(settings, read)
     tried = {key: found.prompts[:TRIED_PROMPTS] for key, found in read.items()}
-    answers = failures(settings, tried, MADE_UP_RESPONSE, REWARD_TRIAL_TIMEOUT_S, follow)
+    trials = failures(settings, tried, MADE_UP_RESPONSE, REWARD_TRIAL_TIMEOUT_S, follow)
     return [
         Problem(
             key="rollout.environment.name",
             what=f"{settings.name} failed on {error}",
             fix="correct the environment, or give every prompt the fields that it reads",
         )
-        for error in asyncio.run(answers).values()
+        for error in asyncio.run(trials).values()
     ]
 
 
-def _tasks(settings: EnvironmentConfig, read: Mapping[str, PromptSet]) -> list[Problem]:
-    """Prompts without a task in the environment `verifiers`: the first of each file."""
-    made: Any = load_factory(settings)()
+def _missing_tasks(settings: EnvironmentConfig, read: Mapping[str, PromptSet]) -> list[Problem]:
+    """Return a problem for the first prompt of each file that has no task in the environment
+    `verifiers`; no other environment has tasks."""
+    environment: Any = load_factory(settings)()
     problems = []
-    for key, found in read.items() if hasattr(made, "task") else ():
+    for key, found in read.items() if hasattr(environment, "task") else ():
         try:
             for prompt in found.prompts:
-                made.task(prompt)
+                environment.task(prompt)
         except ValueError as error:
-            fix = f"name the column of {key} that has it as rollout.environment.settings.task"
+            fix = f"set rollout.environment.settings.task to the column of {key} with the task"
             problems.append(Problem(key="rollout.environment.settings", what=str(error), fix=fix))
     return problems
 
 
 def grammar_problems(config: Config) -> list[Problem]:
-    """Held-out sets whose regex or JSON schema this machine's vLLM cannot read, as its engines
-    would say of the first response. vLLM is imported only if there is such a set, because that
-    takes seconds."""
+    """Return problems of held-out sets whose regex or JSON schema vLLM rejects; empty if vLLM is
+    not installed. Without this check, engines would refuse the first request with it."""
     found: list[Problem] = []
     if config.rollout is None or find_spec("vllm") is None:
         return found
@@ -200,18 +205,18 @@ def grammar_problems(config: Config) -> list[Problem]:
         value = getattr(one.sampling, name)
         if value is None:
             continue
-        # Sets often share a grammar, and compiling one takes a second.
+        # Each grammar is compiled once, which takes a second; sets often share one.
         if repr(value) not in faults:
             faults[repr(value)] = _grammar_fault(config, one.sampling)
         fault = faults[repr(value)]
         if fault is not None:
-            # The error must name the section that the user wrote it in.
+            # The key of the section in which the user wrote it.
             own = isinstance(one.file, EvalSetConfig) and one.file.sampling is not None
             at = one.key if own else "eval"
             found.append(
                 Problem(
                     key=f"{at}.sampling.{name}",
-                    what=f"vLLM cannot hold responses to it: {fault}",
+                    what=f"vLLM cannot compile it: {fault}",
                     fix=GRAMMAR_FIX[name],
                 )
             )
@@ -219,11 +224,13 @@ def grammar_problems(config: Config) -> list[Problem]:
 
 
 def _grammar_fault(config: Config, sampling: EvalSampling) -> str | None:
+    """Return vLLM's message on a grammar that it rejects, or None."""
+    # Imported here, because importing vLLM takes seconds and few configs have a grammar.
     from megatron_async_rl.rollout.vllm.engine_arguments import require_grammar
 
-    given = config.rollout.vllm.get("structured_outputs_config") if config.rollout else None
+    options = config.rollout.vllm.get("structured_outputs_config") if config.rollout else None
     try:
-        require_grammar(str(config.model.path), sampling, given)
-    except Exception as error:  # noqa: BLE001 - of one of several libraries, each with its own
-        return " ".join(str(error).split())[:FAULT] or type(error).__name__
+        require_grammar(str(config.model.path), sampling, options)
+    except Exception as error:  # noqa: BLE001 - several libraries, each with its own errors
+        return " ".join(str(error).split())[:GRAMMAR_MESSAGE_CHARACTERS] or type(error).__name__
     return None

@@ -1,1 +1,1 @@
-"""Makes samples: vLLM engines as Ray actors, and the rewards that score what they say."""
+"""Sampling: vLLM engines as Ray actors, environments, and the rewards that score responses."""

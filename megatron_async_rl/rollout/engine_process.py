@@ -1,11 +1,11 @@
-"""Engines in Ray actors: the interface of an engine, its start, and the reason for a failed start.
+"""Engines in Ray actors: the interface of an engine, its start, and the error of a failed start.
 
 Invariants:
-- every caller uses an engine as an `Engine`, which declares the methods of
-  `rollout.engine.RolloutEngine` once;
-- an exception of a call in the engine is raised here with its type, and ProcessDied once the
-  engine's process has ended;
-- an engine that failed to start leaves nothing running, and no engine outlives its actor.
+- callers use an engine through the protocol `Engine`, which declares the methods of
+  `rollout.engine.RolloutEngine`;
+- a call raises the engine's own exception with its type, and ProcessDied once the engine's process
+  has ended;
+- an engine that failed to start leaves no process running, and no engine outlives its actor.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from megatron_async_rl.watchdog.watch import answer_of
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
 MAX_CALLS = 1000
-"""Maximum concurrent calls of an actor. Each batch of requests is one call, and control calls must
-never wait for them."""
+"""Maximum number of concurrent calls of an actor. Each batch of requests is one call; the limit is
+so high that a control call never waits for them."""
 ENDED_POLL_S = 0.05
-"""Interval at which a wait for the end of processes checks them."""
+"""Interval at which `until_ended` checks the processes of an engine."""
 
 
 class EngineStartError(RuntimeError):
-    """An engine did not start. The message ends with the tail of its log."""
+    """An engine did not start. The message ends with the last lines of its log."""
 
     out_of_memory: MemoryKind | None = None
-    """The kind of memory that ran out, if that is the cause."""
+    """Kind of memory that ran out; None if another reason ended the start."""
     phase: Literal["generate"] = "generate"
-    """The device phase whose memory a starting engine takes (flow/colocated.py)."""
+    """Device phase whose memory a starting engine needs (flow/colocated.py)."""
 
 
 class Engine(Protocol):
-    """One running engine. `rollout.engine` documents the calls."""
+    """One running engine. `rollout.engine` documents the methods that have no docstring here."""
 
     @property
     def machine(self) -> str:
-        """Owner of the memory that the engine reads weights from: HERE, the id of another Ray node,
-        or the engine itself (`own_memory`)."""
+        """Owner of the memory from which the engine reads weights: HERE, the id of another Ray
+        node, or the engine itself (`own_memory`)."""
 
     async def submit(self, requests: Sequence[Request]) -> None: ...
     async def abort(self, ids: Sequence[str]) -> None: ...
@@ -75,19 +75,19 @@ class Engine(Protocol):
         ...
 
     def kill(self) -> None:
-        """Kill the engine's processes at once. Ray kills the actor; the kernel then kills vLLM's
-        processes."""
+        """Kill the engine's processes without a grace period: Ray kills the actor, and the kernel
+        then kills vLLM's processes."""
 
     async def until_ended(self) -> None:
-        """Wait until the engine's processes on rank 0's machine have ended and freed their device
-        memory."""
+        """Wait until the engine's processes have ended, which frees their device memory. Returns at
+        once if they are on another machine."""
 
 
 class RemoteEngine:
-    """An `Engine` in the Ray actor `actor`: each method of the actor as a coroutine.
+    """An `Engine` in the Ray actor `actor`. Each method of the actor is a coroutine here.
 
-    `machine`: owner of the memory of its weights. `processes`: (pid, start time) of its processes
-    on rank 0's machine. `node`: id of its Ray node, once it has started."""
+    `machine`: see `Engine`. `processes`: (pid, start time) of its processes; empty if they are on
+    another machine. `node`: id of its Ray node; empty until it has started."""
 
     def __init__(
         self, actor: Any, machine: str = HERE, processes: Sequence[tuple[int, float]] = ()
@@ -116,17 +116,18 @@ class RemoteEngine:
         ray.kill(self.actor)
 
     async def until_ended(self) -> None:
-        # The start time as well: the system may reuse a pid.
+        # Compare the start time, too, because the system may reuse a pid.
         while any(condition(pid, began) is not None for pid, began in self.processes):
             await asyncio.sleep(ENDED_POLL_S)
 
 
 async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
-    """Return a running engine, placed by `place_of_engine`. Ray must be initialised. `again`: it
-    replaces an engine that ended, whose log is kept as `engine-<index>.log.1`, `.2`, ...
+    """Start an engine on the machine that `place_of_engine` selects, and return it once it runs.
+    Ray must be initialised. `again`: the engine replaces an engine that ended, whose log is kept as
+    `engine-<index>.log.1`, `.2`, ...
 
-    Raises EngineStartError, with the cause and the tail of the engine's log, when it fails or takes
-    longer than `rollout.start_timeout_s`.
+    Raises EngineStartError, with the cause and the last lines of the engine's log, if the start
+    fails or takes longer than `rollout.start_timeout_s`.
     """
     import ray
 
@@ -136,7 +137,8 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
     actor = (
         ray.remote(RolloutEngine)
         .options(
-            # Ray schedules engines by GPUs alone; CPU slots would block them on small machines.
+            # Ray schedules engines by GPUs alone: on a small machine, engines that reserve CPUs
+            # could never start.
             num_cpus=0,
             num_gpus=spec.rollout.workers if spec.device == "cuda" else 0,
             max_concurrency=MAX_CALLS,
@@ -152,7 +154,8 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
                 await engine.start()
                 engine.node = await node_of(actor)
                 engine.machine = await memory_of(spec, actor)
-                if engine.machine == HERE:
+                # A pid has a meaning only on the machine of its process.
+                if engine.node == ray.get_runtime_context().get_node_id():
                     engine.processes = await actor.__ray_call__.remote(_processes)
     except TimeoutError:
         engine.kill()
@@ -161,36 +164,39 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
     except Exception as error:
         engine.kill()
         raise _failure(spec, f"did not start: {type(error).__name__}: {error}", error) from error
-    except BaseException:  # cancelled, because the run ends: leave nothing running
+    # The run ends and has cancelled this start: leave no process running.
+    except BaseException:
         engine.kill()
         raise
     return cast(Engine, engine)
 
 
 def _processes(actor: object) -> list[tuple[int, float]]:
-    """Return (pid, start time) of the actor and its descendants, such as vLLM's processes."""
-    found = []
+    """Return (pid, start time) of this actor's process and its descendants, such as vLLM's
+    processes."""
+    processes = []
     for pid in (os.getpid(), *descendants()):
-        # A helper process of vLLM may have ended since it was listed.
+        # A helper process of vLLM may have ended since `descendants` listed it.
         with contextlib.suppress(psutil.NoSuchProcess):
-            found.append((pid, psutil.Process(pid).create_time()))
-    return found
+            processes.append((pid, psutil.Process(pid).create_time()))
+    return processes
 
 
 def _keep_old_log(spec: EngineSpec) -> None:
     if spec.log.exists():
-        taken = (
+        used_numbers = (
             int(path.suffix[1:])
             for path in spec.log_dir.glob(f"{spec.log.name}.*")
             if path.suffix[1:].isdecimal()
         )
-        # Kept, because it holds the reason why the former engine ended.
-        spec.log.rename(spec.log.with_name(f"{spec.log.name}.{max(taken, default=0) + 1}"))
+        # The old log has the reason why the former engine ended.
+        number = max(used_numbers, default=0) + 1
+        spec.log.rename(spec.log.with_name(f"{spec.log.name}.{number}"))
 
 
 def _failure(spec: EngineSpec, what: str, error: Exception | None = None) -> EngineStartError:
-    """Return the error of a failed start, with the cause from the log. vLLM's own exception reports
-    only that one of its processes failed."""
+    """Return the error of a failed start, with the cause from the log, because vLLM's own exception
+    reports only that one of its processes failed."""
     cause = find_cause(spec.log_dir)
     lines = tail(spec.log, 15) if spec.log.is_file() else []
     failure = EngineStartError(

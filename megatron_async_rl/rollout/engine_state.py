@@ -1,11 +1,13 @@
 """State of an engine (running, paused or asleep), its sampling time, its track in the run's
 timeline, and the queue of its reports.
 
-    running --pause--> paused --resume--> running          new weights load while paused
-    running, paused --sleep--> asleep --wake--> running    and while asleep with its weights awake
+    running --pause--> paused --resume--> running
+    running, paused --sleep--> asleep --wake--> running
 
-Invariant: calls out of order are refused before they reach vLLM. Pausing a
-paused engine and resuming a running engine are permitted.
+New weights load while the engine is paused, or asleep with awake weights.
+
+Invariant: a call that the state does not permit is refused before it reaches vLLM. Pausing a paused
+engine and resuming a running engine are permitted.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from megatron_async_rl.samples.rows import StateName
 from megatron_async_rl.samples.types import Aborted
 
 COALESCE_S = 0.005
-"""Time that a report waits for further responses: one step of vLLM often ends several."""
+"""Time for which a report waits for further responses, because a step of vLLM often ends several
+responses."""
 
 TAGS = ("weights", "kv_cache")
-"""Parts that sleep, in the order of waking: weights must load before the cache fills."""
+"""Parts of an engine that can sleep, in the order in which they wake: weights are loaded before the
+cache is filled."""
 
 
 class WrongState(RuntimeError):
@@ -34,7 +38,7 @@ class WrongState(RuntimeError):
 
 
 class EngineState:
-    """State of the engine `name`, and checks of the calls that it permits."""
+    """State of the engine `name`, and checks of the calls that the state permits."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,20 +63,21 @@ class EngineState:
         return tag in self._asleep
 
     def sleepers(self, tags: Collection[str] | None) -> tuple[str, ...]:
-        """Return the parts to wake, in order. `tags`: parts, or None for all that sleep.
+        """Return the parts to wake, in the order of TAGS. `tags`: names of parts, or None for all
+        sleeping parts.
 
-        Raises WrongState for what is awake, ValueError for anything else.
+        Raises WrongState for a part that is awake, ValueError for an unknown part.
         """
         unknown = sorted(set(tags or ()) - set(TAGS))
         if unknown:
             raise ValueError(
                 f"{self._name} cannot wake {', '.join(unknown)}; its parts are {' and '.join(TAGS)}"
             )
-        wanted = self._asleep if tags is None else frozenset(tags)
-        if not wanted or not wanted <= self._asleep:
-            awake = ", ".join(tag for tag in TAGS if tag in wanted - self._asleep) or "it"
+        requested = self._asleep if tags is None else frozenset(tags)
+        if not requested or not requested <= self._asleep:
+            awake = ", ".join(tag for tag in TAGS if tag in requested - self._asleep) or "it"
             raise WrongState(f"{self._name} cannot wake: {awake} is awake already")
-        return tuple(tag for tag in TAGS if tag in wanted)
+        return tuple(tag for tag in TAGS if tag in requested)
 
     def pause(self) -> None:
         self._paused = True
@@ -86,16 +91,17 @@ class EngineState:
     def wake(self, tags: Collection[str]) -> None:
         """Mark parts as awake. The engine runs again once all parts are awake."""
         self._asleep -= frozenset(tags)
-        # The engine may have been paused before it slept; waking ends both.
+        # The engine may have been paused before it slept; waking it completely ends the pause, too.
         if not self._asleep:
             self._paused = False
 
 
 class BusyClock:
-    """Clock of the time in which an engine samples: at least one response is in vLLM, and no pause.
+    """Clock of the time in which an engine samples: at least one response is in vLLM, and the
+    engine is not paused.
 
-    `changed`: called with the number of responses in vLLM when the first begins, the last ends, or
-    a pause begins or ends. `now`: monotonic clock, in seconds."""
+    `changed`: called with the number of responses in vLLM when the first response begins, the last
+    one ends, or a pause begins or ends. `now`: monotonic clock, in seconds."""
 
     def __init__(
         self,
@@ -117,18 +123,20 @@ class BusyClock:
         """Count a response that entered vLLM."""
         self._sampling += 1
         if self._sampling == 1:
-            self._turn()
+            self._update()
 
     def end(self) -> None:
         self._sampling -= 1
         if self._sampling == 0:
-            self._turn()
+            self._update()
 
     def pause(self, paused: bool) -> None:
+        """Record that a pause begins or ends."""
         self._paused = paused
-        self._turn()
+        self._update()
 
-    def _turn(self) -> None:
+    def _update(self) -> None:
+        """Start or stop the clock, and call `changed`."""
         runs = self._sampling > 0 and not self._paused
         if runs and self._since is None:
             self._since = self._now()
@@ -139,8 +147,8 @@ class BusyClock:
 
 
 class EngineTimeline:
-    """An engine's track in the run's timeline. `run_dir`: directory of the run; None writes
-    nothing.
+    """Track of an engine in the run's timeline. `run_dir`: directory of the run; with None, nothing
+    is written.
 
     Invariant: an engine is `loading` from the first bucket of new weights until it samples again,
     even if responses arrive or it sleeps meanwhile.
@@ -180,11 +188,11 @@ class EngineTimeline:
 
 
 class ReportQueue:
-    """Queue of results since the last report, for one event loop and one reader. Call `notify`
+    """Queue of the results since the last report, for one event loop and one reader. Call `notify`
     after each append to `finished` or `aborted`.
 
-    Invariants: reports contain every result exactly once, in order. A failure comes first, and
-    again at every later call: the engine cannot be used any more.
+    Invariants: reports contain every result exactly once, in order. After a failure, every call of
+    `take` raises it, even if results are queued: the engine cannot be used any more.
     """
 
     def __init__(self) -> None:
@@ -197,29 +205,30 @@ class ReportQueue:
         self._news.set()
 
     def fail(self, error: BaseException) -> None:
-        """Record a failure. Only the first counts, because the others follow from it."""
+        """Record a failure. Later failures are ignored, because they follow from the first one."""
         if self._failure is None:
             self._failure = error
         self._news.set()
 
     async def take(self, timeout_s: float) -> tuple[pa.RecordBatch, tuple[Aborted, ...]]:
         """Return the samples (rows of columns.SCHEMA) and aborts since the last call, as soon as
-        there are any, or none after `timeout_s`. Raises the failure."""
+        there are any. Return none after `timeout_s`. Raises the recorded failure."""
         try:
             await asyncio.wait_for(self._news.wait(), timeout_s)
-            # Results are not lost if the reader is cancelled here: they are taken only below.
+            # If the reader is cancelled here, no result is lost: results leave the queue below.
             if self._failure is None:
                 await asyncio.sleep(COALESCE_S)
         except TimeoutError:
             pass
         if self._failure is not None:
             raise self._failure
-        # No await from here on: a response that ends meanwhile belongs to the next report.
+        # No await from here on, so that no result arrives between the two removals: it would lose
+        # its notification.
         aborted, self.aborted = tuple(self.aborted), []
         self._news.clear()
         try:
             return self.finished.take(), aborted
-        # The aborts of this report are gone, so the engine must count as failed from now on.
+        # The aborts of this report are lost, so every later report must raise this error.
         except Exception as error:
             self.fail(error)
             raise

@@ -1,23 +1,24 @@
-"""Scoring of finished responses: trivial rewards on the engine's event loop, others in processes.
+"""Scoring of finished responses. Trivial rewards run on the engine's event loop, other rewards run
+in processes.
 
     response -> Scorer -+-> RewardPool of part "correct" -> UserProcess ...
                         +-> RewardPool of part "style"   -> UserProcess ...
 
-An engine has a Scorer of the parts that are called per response. The controller and an evaluation
-have `GroupRewards`, with a Scorer of the parts called per group: such a part receives all responses
-to a prompt in one call, so it is called where a group comes together.
+An engine has a Scorer of the parts that are called per response. A part that is called per group
+receives all responses to a prompt in one call, so the controller and an evaluation, which collect
+the groups, call it: they have `GroupRewards` with a Scorer of these parts.
 
     engine: parts per response --sample--> controller or evaluation: parts per group --> reward
 
 Invariants:
 - the reward of a response is the weighted sum of the parts that apply to its prompt, multiplied by
-  the gates. A part that fails makes the response fail, and is named;
-- a fault of a reward affects only its own response (rewards/reward_pool.py). A fault of a part that
-  is called per group costs the group its reward, not the run;
-- a group is scored once it has all its responses, and each response gets the sum of both kinds of
-  parts;
-- a part that is called per group does not receive a response that failed before, which keeps its
-  error. It receives the others in the order of their requests.
+  the gates. If a part fails, the response fails, and its error names the part;
+- a fault of a part that is called per response affects only that response
+  (rewards/reward_pool.py); a fault of a part that is called per group affects only that group;
+- a group is scored once it has all its responses, and the reward of each response includes both
+  kinds of parts;
+- a part that is called per group does not receive responses that failed before; they keep their
+  errors. It receives the others in the order of their requests.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -56,34 +56,35 @@ from megatron_async_rl.samples.types import Prompt, Sample
 _log = logging.getLogger(__name__)
 OnGroupScored = Callable[[SampleGroup, list[SampleRow]], None]
 LOG = "controller.reward_errors.jsonl"
-"""File of the failures of parts that are called per group, in the folder of logs."""
+"""File, in the folder of the logs, for the failures of parts that are called per group."""
 
 
 def require_rewards(settings: RewardConfig) -> None:
-    """Load every reward into this process. Raises RewardError with the key."""
+    """Load every reward into this process. Raises RewardError, with the key of the reward, for a
+    reward that cannot be loaded or whose parameters do not match `per`."""
     for name, part in settings.rewards.items():
         key = _key(name)
         loaded = load_reward(part.name, part.settings, key)
         if loaded.of_groups and part.per != "group":
-            what = f"{part.name!r} takes (prompt, responses), all responses to a prompt"
+            what = f"{part.name!r} takes (prompt, responses), so it needs all responses to a prompt"
             raise RewardError(f"{key}.per", what, f"set {key}.per: group")
         if part.per == "group" and not loaded.of_groups:
-            what = f"{part.name!r} does not take all responses to a prompt"
+            what = f"{part.name!r} does not accept all responses to a prompt"
             fix = "name a function with the parameters (prompt, responses), or remove `per`"
             raise RewardError(f"{key}.per", what, fix)
 
 
 def reward_fields(settings: RewardConfig) -> Required:
-    """Return the columns that the rewards need in addition to `prompt` (None for a row without a
-    part that adds to its reward), and the check of their values."""
+    """Return two functions of a data row: the columns that the rewards need in addition to `prompt`
+    (None if no part adds to the reward of the row), and the check of the row's values."""
     parts = [(one, required_fields(one.name, one.settings)) for one in settings.rewards.values()]
 
     def columns(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
-        every = [(part, names) for part, names in parts if part.applies(fields)]
-        # Gates only multiply: the reward of such a row would be 0 for every response.
-        if all(part.gate for part, _ in every):
+        applying = [(part, names) for part, names in parts if part.applies(fields)]
+        # Gates only multiply: with gates alone, the reward of every response would be 0.
+        if all(part.gate for part, _ in applying):
             return None
-        return tuple(dict.fromkeys(chain.from_iterable(names for _, names in every)))
+        return tuple(dict.fromkeys(chain.from_iterable(names for _, names in applying)))
 
     def fault(fields: Mapping[str, Any]) -> tuple[str, str, str] | None:
         for part, _ in parts:
@@ -94,9 +95,9 @@ def reward_fields(settings: RewardConfig) -> Required:
                     return error.column, error.fault, error.fix
                 except RewardError as error:
                     return "", error.what, error.fix
-                # A validator that fails on strange data must name the row, not end the command.
+                # A validator may fail on unexpected data: report the row instead of a traceback.
                 except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-                    what = f"{part.name} cannot use it: {type(error).__name__}: {error}"
+                    what = f"{part.name} cannot use the row: {type(error).__name__}: {error}"
                     return "", what, "correct the row"
         return None
 
@@ -108,15 +109,15 @@ def _key(part: str | None) -> str:
 
 
 class FailureLog:
-    """JSONL file with one object per failed reward and its response. `path`: None writes
-    nothing."""
+    """JSONL file with one object per failed reward, including the response. With `path` None,
+    nothing is written."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._warned = False
 
     def add(self, sample: str, prompt: Prompt, response: str, error: str) -> None:
-        """Append a failure. An error of the file loses only this line."""
+        """Append a failure. An OSError of the file loses this line, and the first one is logged."""
         if self._path is None:
             return
         line = {
@@ -130,14 +131,14 @@ class FailureLog:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         except OSError as failure:
-            # Once: a full disk would otherwise add one warning per response.
+            # Once, because a full disk would cause a warning for every failed reward.
             if not self._warned:
-                _log.warning("cannot write a failed reward to its file: %s", failure)
+                _log.warning("cannot write a failed reward to %s: %s", self._path, failure)
             self._warned = True
 
 
 class InlineReward:
-    """A trivial reward, called on the event loop."""
+    """A trivial reward, which is called on the event loop."""
 
     def __init__(self, name: str, key: str) -> None:
         self._reward = load_reward(name, None, key)
@@ -145,7 +146,7 @@ class InlineReward:
     def score(self, item: RewardItem) -> Scored:
         try:
             (scored,) = call(self._reward, [item], 0.0)
-        except BaseException as error:  # noqa: BLE001 - fails only its own response
+        except BaseException as error:  # noqa: BLE001 - affects only its own response
             return Scored(reward=0.0, error=described(error))
         return scored
 
@@ -156,28 +157,28 @@ class InlineReward:
 def _rewarding(
     settings: RewardConfig, name: str | None, part: RewardPart
 ) -> InlineReward | RewardPool:
-    found = built_in(part.name)
+    known = built_in(part.name)
     key = _key(name)
-    if found is not None and found.inline:
+    if known is not None and known.inline:
         return InlineReward(part.name, key)
-    limits = (settings.memory_mib, found.memory_mib if found is not None else None)
-    called = RewardLimits(
+    memory_limits = (settings.memory_mib, known.memory_mib if known is not None else None)
+    limits = RewardLimits(
         name=part.name,
         key=key,
         settings=dict(part.settings),
         concurrency=settings.concurrency,
         batch=settings.batch,
         timeout_s=settings.timeout_s,
-        cpu_limit_s=found.cpu_limit_s if found is not None else None,
-        # The stricter limit of the configuration and of the built-in reward.
-        memory_mib=min((limit for limit in limits if limit is not None), default=None),
+        cpu_limit_s=known.cpu_limit_s if known is not None else None,
+        # The lower limit of the configuration's and the built-in reward's.
+        memory_mib=min((limit for limit in memory_limits if limit is not None), default=None),
     )
-    return RewardPool(called, settings.workers)
+    return RewardPool(limits, settings.workers)
 
 
 class Scorer:
-    """The parts of the reward that are called `per` response or group, for one event loop. Call
-    `start` first."""
+    """Parts of the reward with this `per` (`response` or `group`), for one event loop. Call `start`
+    first."""
 
     def __init__(
         self, settings: RewardConfig, per: Literal["response", "group"] = "response"
@@ -193,7 +194,8 @@ class Scorer:
         self.inline = not self.pools
 
     def start(self) -> None:
-        """Start the first process of each reward, which imports it while the engine starts."""
+        """Start the first process of each reward. The process imports the reward while the engine
+        starts."""
         for pool in self.pools:
             pool.start()
 
@@ -205,30 +207,31 @@ class Scorer:
     def score_inline(
         self, prompt: Prompt, response: str, context: RewardContext = NOTHING_KNOWN
     ) -> Scored:
-        """Return the score without awaiting; only if `inline` is true."""
+        """Score a response without awaiting. Call it only if `inline` is true. See `score`."""
         item = RewardItem(prompt, response, context)
-        every = self._parts_of(prompt)
+        parts = self._parts_of(prompt)
         return self._sum(
-            {name: one.score(item) for name, one in every if isinstance(one, InlineReward)}
+            {name: one.score(item) for name, one in parts if isinstance(one, InlineReward)}
         )
 
     async def score(
         self, prompt: Prompt, response: str, context: RewardContext = NOTHING_KNOWN
     ) -> Scored:
-        """Score a response. Never raises for a fault of the reward: an exception, a value that is
-        not a finite number, a timeout and the end of its process are errors of the response."""
+        """Score a response. A fault of the reward (an exception, a value that is not a finite
+        number, a timeout, or the end of its process) does not raise: it becomes the error of the
+        result."""
         (scored,) = await self.score_all([RewardItem(prompt, response, context)])
         return scored
 
     async def score_all(self, items: Sequence[RewardItem]) -> list[Scored]:
-        """Score responses to one prompt, which each part receives in one call; see `score`."""
+        """Score responses to one prompt. Each part receives them in one call. See `score`."""
         parts = self._parts_of(items[0].prompt)
-        requested = [one.submit(items) for _, one in parts]
-        # Without the task that `gather` would add for the common single part.
-        every = [await requested[0]] if len(requested) == 1 else await asyncio.gather(*requested)
+        pending = [one.submit(items) for _, one in parts]
+        # Most rewards have a single part: save the task that `gather` would create for it.
+        results = [await pending[0]] if len(pending) == 1 else await asyncio.gather(*pending)
         names = [name for name, _ in parts]
         return [
-            self._sum({name: one[place] for name, one in zip(names, every, strict=True)})
+            self._sum({name: scores[place] for name, scores in zip(names, results, strict=True)})
             for place in range(len(items))
         ]
 
@@ -245,64 +248,65 @@ class Scorer:
         return [(n, one) for n, (part, one) in self._parts.items() if part.applies(prompt.fields)]
 
     def _sum(self, scored: Mapping[str | None, Scored]) -> Scored:
-        # A reward without named parts is its only part.
+        # A reward without named parts is a single part with the name None.
         if None in scored:
             return scored[None]
         errors = [f"{name}: {one.error}" for name, one in scored.items() if one.error is not None]
-        # No partial sum: the sample would be trained on a reward that lacks a term.
+        # A sum of the other parts would train the sample on an incomplete reward.
         if errors:
             timed_out = any(one.timed_out for one in scored.values())
             return Scored(reward=0.0, error="; ".join(errors), timed_out=timed_out)
 
         parts = {str(name): one.reward for name, one in scored.items()}
         total = self._settings.total(parts)
-        if not abs(total) <= LARGEST:
-            return Scored(reward=0.0, error=f"the reward of the parts {parts} is {total}")
+        if error := _too_large(parts, total):
+            return Scored(reward=0.0, error=error)
         return Scored(reward=total, parts=parts)
 
 
 class GroupRewards:
-    """Rewards of whole groups, used by one event loop. Call `start` first. `log_dir`: folder for
-    the failures; None writes none."""
+    """Rewards of whole groups, for one event loop. Call `start` first. `log_dir`: folder for the
+    file of failures; with None, no file is written."""
 
     def __init__(self, settings: RewardConfig, log_dir: Path | None) -> None:
         self._scorer = Scorer(settings, "group")
         self._settings = settings
         self._tasks = set[asyncio.Task[None]]()
         self.moved_at = 0.0
-        """Time when a group last got its reward; monotonic seconds."""
+        """Time at which a group was last scored, in monotonic seconds."""
         self._failures = FailureLog(None if log_dir is None else log_dir / LOG)
 
     @property
     def any(self) -> bool:
-        """True if the reward has a part that is called per group."""
+        """True if the reward has parts that are called per group."""
+        # No part that is called per group is inline.
         return bool(self._scorer.pools)
 
     async def start(self) -> None:
-        """Wait until each part can score. Raises UserCodeStartError."""
+        """Start the processes, and wait until each part can score. Raises UserCodeStartError."""
         self._scorer.start()
         await self._scorer.ready()
 
     def close(self) -> None:
-        """End the processes and cancel what is still awaited."""
+        """End the processes, and cancel groups that wait for their reward."""
         for task in self._tasks:
             task.cancel()
         self._scorer.close()
 
     @property
     def waiting(self) -> int:
-        """Groups that wait for their reward."""
+        """Number of groups that wait for their reward."""
         return len(self._tasks)
 
     def begin(
         self, group: SampleGroup, done: OnGroupScored, fail: Callable[[BaseException], None]
     ) -> None:
-        """Score `group`, then call `done` with its samples. `fail` receives an internal error,
-        which must end the run, not only a task."""
+        """Score `group` in a task, then call `done` with the group and its scored samples. `fail`
+        receives an internal error, which must end the run and not only the task."""
         task = asyncio.create_task(
             self._score(group, done, fail), name=f"reward of group {group.index}"
         )
-        # asyncio holds tasks weakly: without this reference they may be garbage-collected.
+        # asyncio holds tasks weakly: without this reference, the task might be garbage-collected.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -311,7 +315,7 @@ class GroupRewards:
     ) -> None:
         try:
             samples = await self.of(group.prompt, group.samples)
-            # Inside `try`, so that an error in the listener ends the run, too.
+            # Inside `try`, so that an error of `done` ends the run, too.
             done(group, samples)
         except Exception as error:  # noqa: BLE001 - the controller raises it
             fail(error)
@@ -319,44 +323,55 @@ class GroupRewards:
     async def of(
         self, prompt: Prompt, samples: Sequence[SampleRow], *, held_out: bool = False
     ) -> list[SampleRow]:
-        """Return the samples of a group with their rewards, in their order."""
-        # A response that failed before has no reward to add to.
+        """Return the samples of a group with their complete rewards, in the order of `samples`."""
+        # A response that failed before keeps its error.
         rows = [row for row in samples if row.valid]
         if not rows or not self._scorer.scores(prompt):
             return list(samples)
-        shown = [row.sample() for row in rows]
-        items = [RewardItem(prompt, one.text, _context(one, held_out)) for one in shown]
+        valid_samples = [row.sample() for row in rows]
+        items = [RewardItem(prompt, one.text, _context(one, held_out)) for one in valid_samples]
         scored = await self._scorer.score_all(items)
-        whole = [self._whole(row, one) for row, one in zip(rows, scored, strict=True)]
-        for one, result in zip(shown, whole, strict=True):
+        totals = [self._total(row, one) for row, one in zip(rows, scored, strict=True)]
+        for sample, result in zip(valid_samples, totals, strict=True):
             if result.error is not None:
-                self._failures.add(one.id, prompt, one.text, result.error)
+                self._failures.add(sample.id, prompt, sample.text, result.error)
         self.moved_at = time.monotonic()
-        new = rescored(
+        new_rows = rescored(
             rows,
-            [one.reward for one in whole],
-            [one.parts for one in whole],
-            [one.error for one in whole],
+            [one.reward for one in totals],
+            [one.parts for one in totals],
+            [one.error for one in totals],
         )
-        # Failed responses keep their positions: the order is that of the requests.
-        by_id = {one.id: one for one in new}
+        # Failed responses keep their positions, so the order is that of the requests.
+        by_id = {one.id: one for one in new_rows}
         return [by_id.get(row.id, row) for row in samples]
 
-    def _whole(self, row: SampleRow, scored: Scored) -> Scored:
-        """Return a sample's reward including the parts that it had before and its environment's
-        share."""
+    def _total(self, row: SampleRow, scored: Scored) -> Scored:
+        """Return the complete reward of a sample: `scored`, the parts that it had before, and the
+        reward of its environment."""
         if scored.error is not None:
             return Scored(reward=0.0, error=scored.error)
         before = row.reward_parts or {}
-        if scored.parts is None:  # the only reward, which has no name
+        if scored.parts is None:  # a single reward, without named parts
             total, parts = row.reward + scored.reward, before
         else:
             parts = {**before, **scored.parts}
-            # All parts are weighted again as a whole; the environment's share does not change.
+            # Gates multiply the sum of all parts, so the total of all parts replaces the total of
+            # the earlier ones. The rest of `row.reward` is the environment's and does not change.
             total = row.reward - self._settings.total(before) + self._settings.total(parts)
-        if not math.isfinite(total):
-            return Scored(reward=0.0, error=f"the reward of the parts {parts} is {total}")
+        if error := _too_large(parts, total):
+            return Scored(reward=0.0, error=error)
         return Scored(reward=total, parts=parts or None)
+
+
+def _too_large(parts: Mapping[str, float], total: float) -> str | None:
+    """Return the error of a total that is not finite, or whose magnitude exceeds LARGEST."""
+    if abs(total) <= LARGEST:  # False for NaN
+        return None
+    return (
+        f"the reward of the parts {parts} is {total}; it must be finite and at most {LARGEST:g} in"
+        " magnitude"
+    )
 
 
 def _context(sample: Sample, held_out: bool) -> RewardContext:

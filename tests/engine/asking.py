@@ -1,5 +1,5 @@
-"""Requests to running engine actors, as the controller makes them: submit, then report after
-report."""
+"""Requests to running engine actors. Like the controller, the functions submit requests and then
+call `report` repeatedly."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def abort(handle: Any, ids: Sequence[str]) -> None:
 def report(handle: Any, timeout_s: float = 5.0) -> EngineReport:
     import ray
 
-    answer: EngineReport = ray.get(handle.report.remote(timeout_s), timeout=timeout_s + 400)
-    return answer
+    received: EngineReport = ray.get(handle.report.remote(timeout_s), timeout=timeout_s + 400)
+    return received
 
 
-def finished(answer: EngineReport) -> list[Sample]:
-    return samples_of(answer.finished)
+def finished(received: EngineReport) -> list[Sample]:
+    return samples_of(received.finished)
 
 
 def grown(handle: Any) -> set[str]:
-    """Waits until responses have grown since the report before, or all have finished; which ones
-    finished meanwhile."""
+    """Wait until responses have grown since the previous report, or all have finished. Return the
+    ids of the responses that finished meanwhile."""
     done: set[str] = set()
     while True:
-        answer = report(handle, 0.05)
-        done |= {sample.id for sample in finished(answer)}
-        if answer.sampling or not answer.running:
+        received = report(handle, 0.05)
+        done |= {sample.id for sample in finished(received)}
+        if received.sampling or not received.running:
             return done
 
 
@@ -51,21 +51,22 @@ def outcomes(
     handle: Any,
     ids: Sequence[str],
     timeout_s: float = 400.0,
-    came: dict[str, Sample | Aborted] | None = None,
+    known: dict[str, Sample | Aborted] | None = None,
 ) -> list[Sample | Aborted]:
-    """Outcomes of these requests, in order. `came`: outcomes by request that came before; those
-    that come now, also of other requests, are added."""
-    came = {} if came is None else came
+    """Wait for the outcomes of these requests, and return them in order. `known`: outcomes by
+    request that earlier reports had. New outcomes are added to it, including those of other
+    requests."""
+    known = {} if known is None else known
     deadline = time.monotonic() + timeout_s
-    while not came.keys() >= set(ids):
-        assert time.monotonic() < deadline, f"no answer to {sorted(set(ids) - came.keys())}"
-        answer = report(handle)
-        came |= {outcome.id: outcome for outcome in (*finished(answer), *answer.aborted)}
-    return [came[one] for one in ids]
+    while not known.keys() >= set(ids):
+        assert time.monotonic() < deadline, f"no outcome of {sorted(set(ids) - known.keys())}"
+        received = report(handle)
+        known |= {outcome.id: outcome for outcome in (*finished(received), *received.aborted)}
+    return [known[one] for one in ids]
 
 
 def sampled(handle: Any, requests: Sequence[Request]) -> list[Sample]:
-    """The samples that answer `requests`, in order."""
+    """Submit `requests`, and return their samples in order."""
     submit(handle, requests)
     samples = outcomes(handle, [request.id for request in requests])
     assert all(isinstance(sample, Sample) for sample in samples)

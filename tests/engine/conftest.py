@@ -1,5 +1,5 @@
-"""One Ray for all engines of these tests, and the two engines that test_rollout_engine.py and then
-test_through_updates.py look at, in this order."""
+"""Ray cluster of all engines of these tests, and the two engines that test_rollout_engine.py and
+then test_through_updates.py use, in this order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engine.running import (
 
 @pytest.fixture(scope="session")
 def in_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Ray, and the server that engines are forked from, for fixtures that start engines."""
+    """Ray, and the server from which engines are forked, for fixtures that start engines."""
     import ray
 
     folder = tmp_path_factory.mktemp("server")
@@ -40,7 +40,7 @@ def in_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         log_dir=folder,
         transport="shared_memory",
     )
-    prepare_environment(os.environ)  # as the server's and the engines'
+    prepare_environment(os.environ)  # inherited by the server and the engines
     with serving_engines(spec, os.environ, folder, folder / "log"):
         ray.init(
             address="local",
@@ -55,8 +55,8 @@ def in_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def engines(in_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """KEEP keeps the key-value cache through an update; RECOMPUTE recomputes it, over two
-    workers."""
+    """Engine KEEP, which keeps the key-value cache through an update, and engine RECOMPUTE, which
+    recomputes it and has two workers."""
     root = tmp_path_factory.mktemp("engines")
     of_both = {"sampling": SAMPLING, "reward": {"name": REWARD, "timeout_s": REWARD_S}}
     settings = [of_both, {**of_both, "in_flight": "recompute", "tensor": 2}]

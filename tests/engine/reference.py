@@ -1,4 +1,4 @@
-"""Log-probs of a response by transformers, and the small checkpoints of the engine tests."""
+"""Log-probs of a response from transformers, and the small checkpoints of the engine tests."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron_async_rl.config.sampling import SamplingConfig
 from tests.tiny_models import save_tiny_model
 
 VOCABULARY = 512
-"""Large, so that a random model ends its responses late."""
+"""Size of the vocabulary. It is large, so that a random model ends its responses late."""
 PROMPT = [5, 17, 80, 3, 42, 9, 61, 2, 33, 75, 18, 50, 7, 94, 26, 11, 68, 39, 84, 1]
-"""Tokens of a reloaded model: longer than the windows of those that have one."""
+"""Prompt of the reload tests, which is longer than the models' attention windows."""
 
 
 def save_checkpoint(
     directory: Path, *, seed: int, kv_heads: int = 1, family: str = "qwen3", **more: Any
 ) -> Path:
-    """A tiny model with a word-level tokenizer `w0 w1 ...`; id 0 ends a sequence."""
+    """Save a tiny model with a word-level tokenizer `w0 w1 ...`, whose id 0 ends a sequence."""
     # 32 is the smallest head of vLLM's attention on a CPU.
     shape: dict[str, Any] = {
         "hidden_size": 64,
@@ -49,7 +49,7 @@ def save_checkpoint(
         "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "w1"},
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    # Else vLLM reads it as the model family's own tokenizer, whose text has no spaces.
+    # Otherwise vLLM loads the model family's own tokenizer class, whose text has no spaces.
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w0"})
     )
@@ -63,11 +63,11 @@ def checkpoint_weights(directory: Path) -> dict[str, Tensor]:
 
 
 VICTIM = "model.layers.1.self_attn.k_proj.weight"
-"""Part of a fused weight."""
+"""Tensor that tests damage or leave out; it is a part of a fused weight."""
 
 
 class Reference:
-    """transformers on the same checkpoint, in float32."""
+    """Model of transformers with the same checkpoint, in float32."""
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -78,8 +78,9 @@ class Reference:
     def logprobs_over(
         self, cache: Any, inputs: Sequence[int], sampled: Sequence[int], temperature: float
     ) -> Tensor:
-        """[len(sampled)] log-probs of the last tokens after `inputs`, which attend to `cache` and
-        are added to it."""
+        """Return the log-probs of the tokens `sampled`, [len(sampled)]. The last token of `inputs`
+        precedes the last sampled token, and so on backwards. `inputs` attend to `cache`, to which
+        their keys and values are added."""
         logits = self._model(
             torch.tensor([list(inputs)]), past_key_values=cache, use_cache=True
         ).logits[0, -len(sampled) :]
@@ -91,7 +92,7 @@ class Reference:
     def logprobs(
         self, prompt_ids: tuple[int, ...], response_ids: list[int], temperature: float
     ) -> Tensor:
-        """[T] log-probs of the response tokens, float32."""
+        """Return the log-probs of the response tokens, float32 [T]."""
         logits = self.logits(prompt_ids, response_ids)
         return torch.log_softmax(logits / temperature, dim=-1).gather(
             1, torch.tensor(response_ids)[:, None]
@@ -99,15 +100,15 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, prompt_ids: tuple[int, ...], response_ids: list[int]) -> Tensor:
-        """[T, vocabulary] of each response token, float32."""
+        """Return the logits of each response token, float32 [T, vocabulary]."""
         ids = torch.tensor([[*prompt_ids, *response_ids]])
         return self._model(ids).logits[0, len(prompt_ids) - 1 : -1].float()
 
     def drawn_from(
         self, prompt_ids: tuple[int, ...], response_ids: list[int], sampling: SamplingConfig
     ) -> Tensor:
-        """[T, vocabulary] log-probs of the distributions from which an engine draws the tokens
-        according to docs/sampling.md; `bad_words` of one token each, `wN`."""
+        """Return the log-probs of the distributions from which an engine draws the tokens according
+        to docs/sampling.md, [T, vocabulary]. Each of `bad_words` is one token, `wN`."""
         logits = self.logits(prompt_ids, response_ids)
         for place, row in enumerate(logits):
             before = torch.tensor(response_ids[:place], dtype=torch.long)

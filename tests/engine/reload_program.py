@@ -1,15 +1,17 @@
-"""Compare vLLM's own model after updates with the model right after loading the same checkpoint.
+"""Compute the outputs of vLLM's model after updates, and right after loading the same checkpoints.
 
-Arguments: where to write the answer, then `A:B` or `A:B:HOW`, checkpoints of one shape. The engine
-starts with A and is updated to B, A, B, in the way it chooses. HOW: `both`, to A and B by vLLM's
-layer-wise reload then; `halves`, there are two engines in turn, which are what two workers are with
-half of the experts each, but that they add nothing up; a value of vLLM's `quantization`. Each time
-to B for the last time its buckets are shared, but on a GPU, two at a time, in memory that is
-overwritten as soon as it has been read.
+Arguments: the file for the results, then `A:B` or `A:B:HOW`: A and B are checkpoints of one shape.
+The engine starts with A, and is updated to B, A and B with the reload that it selects. HOW is
+- `both`: updates to A and B by vLLM's layer-wise reload follow;
+- `halves`: two engines run one after another. Each has half of the experts, like one of two
+  workers, and does not add the outputs of the other half;
+- a value of vLLM's `quantization`.
+Without a GPU, the last update to B reads buckets of the carrier `cuda_ipc`, two at a time. Their
+memory is overwritten as soon as it has been read.
 
-The answer: for each A by name, for each state [way of the update, which checkpoint (0: A),
-log-probs and other outputs]; under `faults`, of a quantised model, [tensors whose digests differ
-after a bit was flipped] and [the error for a missing tensor].
+Results: name of A -> [reload, checkpoint (0: A, 1: B), log-probs and other outputs] for each state.
+`faults`, for a quantized model: [tensors whose digests differ after a bit was flipped] and [the
+error for a missing tensor].
 """
 
 from __future__ import annotations
@@ -52,16 +54,18 @@ from tests.staged import flip_a_bit, parts, stage
 
 OWN = [(1, False, False), (0, False, False), (1, False, True)]
 LAYERWISE = [(0, True, False), (1, True, True)]
-"""The checkpoint, whether it is loaded layer by layer, and whether on demand."""
-LENT_BUCKETS = 7
+"""Updates: (checkpoint, True for the layer-wise reload, True for buckets on demand)."""
+IPC_BUCKETS = 7
 
 
 Proof = tuple[Mapping[str, str], list[dict[str, Loaded]]]
-"""Digests that were sent, and what was loaded."""
+"""Digests of the sender, and the parts that the workers loaded."""
 
 
 @dataclass
-class Found:
+class Results:
+    """Results of one engine: its states, and the digests of its updates."""
+
     states: list[tuple[str, int, list[float]]]
     proofs: list[Proof] = field(default_factory=list)
     faults: list[list[str]] = field(default_factory=list)
@@ -69,24 +73,24 @@ class Found:
 
 def main() -> None:
     register()
-    answer: dict[str, Any] = {}
+    by_model: dict[str, Any] = {}
     for pair in sys.argv[2:]:
         first, second, *how = pair.split(":")
         checkpoints = [Path(first), Path(second)]
         if how == ["both"]:
-            found = [run(checkpoints, [*OWN, *LAYERWISE])]
+            results = [run(checkpoints, [*OWN, *LAYERWISE])]
         elif how == ["halves"]:
-            found = [run(checkpoints, OWN, half=half) for half in (0, 1)]
+            results = [run(checkpoints, OWN, half=half) for half in (0, 1)]
         else:
-            found = [run(checkpoints, OWN, quantization=how[0] if how else None)]
-        for proofs in zip(*(one.proofs for one in found), strict=True):
+            results = [run(checkpoints, OWN, quantization=how[0] if how else None)]
+        for proofs in zip(*(one.proofs for one in results), strict=True):
             (sent, *_), loaded = zip(*proofs, strict=True)
             require_equal(
                 "the engine", sent, digests_of([part for each in loaded for part in each])
             )
-        answer[checkpoints[0].name] = [state for one in found for state in one.states]
-        answer["faults"] = [fault for one in found for fault in one.faults]
-    Path(sys.argv[1]).write_text(json.dumps(answer))
+        by_model[checkpoints[0].name] = [state for one in results for state in one.states]
+        by_model["faults"] = [fault for one in results for fault in one.faults]
+    Path(sys.argv[1]).write_text(json.dumps(by_model))
 
 
 def run(
@@ -95,8 +99,9 @@ def run(
     *,
     quantization: str | None = None,
     half: int | None = None,
-) -> Found:
-    gc.freeze()  # as the plugin does, which vLLM takes back as an engine ends
+) -> Results:
+    """Run an engine through `updates`, and return its results."""
+    gc.freeze()  # as in the plugin; vLLM unfreezes when an engine ends
     with divided(half):
         engine = LLM(
             str(checkpoints[0]),
@@ -117,44 +122,46 @@ def run(
     )
     if half is not None:
         engine.collective_rpc("complete_on_cpu")
-    found = Found([("none", 0, outputs(engine))])
-    staging, lending = Staging(SharedMemory()), IpcBuckets(CudaIpc(torch.device("cpu")))
-    for version, (which, layerwise, lent) in enumerate(updates, start=1):
-        engine.collective_rpc(use_layerwise if layerwise else lend_memory_of_experts)
-        lent = lent and not torch.cuda.is_available()  # the program's own memory is the host's
-        engine.collective_rpc(read_as, args=("cuda_ipc" if lent else "shared_memory",))
-        if lent:
-            digests, loaded = borrowed(engine, lending, version, checkpoints[which])
+    results = Results([("none", 0, outputs(engine))])
+    staging, ipc_buckets = Staging(SharedMemory()), IpcBuckets(CudaIpc(torch.device("cpu")))
+    for version, (which, layerwise, on_demand) in enumerate(updates, start=1):
+        engine.collective_rpc(use_layerwise if layerwise else reuse_memory_of_experts)
+        # The buckets of this program are in host memory, which an engine on a GPU cannot read.
+        on_demand = on_demand and not torch.cuda.is_available()
+        engine.collective_rpc(read_as, args=("cuda_ipc" if on_demand else "shared_memory",))
+        if on_demand:
+            digests, loaded = load_on_demand(engine, ipc_buckets, version, checkpoints[which])
         else:
             manifest = stage(staging, version, buckets(checkpoints[which]))
             digests = manifest.digests
             for index, ref in enumerate(manifest.buckets):
                 loaded = load(engine, ref, version, index, len(manifest.buckets))
-        found.proofs.append((digests, loaded))
-        found.states.append((engine.collective_rpc(name_of_reload)[0], which, outputs(engine)))
+        results.proofs.append((digests, loaded))
+        results.states.append((engine.collective_rpc(name_of_reload)[0], which, outputs(engine)))
     if quantization:
-        found.faults.extend(faults(engine, staging, checkpoints[0], version))
-    lending.close()
+        results.faults.extend(faults(engine, staging, checkpoints[0], version))
+    ipc_buckets.close()
     staging.close()
     del engine
     cleanup_dist_env_and_memory()
-    return found
+    return results
 
 
 @contextmanager
 def divided(half: int | None) -> Iterator[None]:
-    """Layers that are made within have their experts divided over two workers, and this is one of
-    them."""
+    """Make layers that are created inside the `with` block belong to worker `half` of two workers,
+    over which the experts are divided. With None, they are not divided."""
     make = FusedMoEParallelConfig.make
     own = {"use_ep": True, "ep_size": 2, "ep_rank": half}
     if half is not None:
-        FusedMoEParallelConfig.make = staticmethod(lambda **given: replace(make(**given), **own))
+        FusedMoEParallelConfig.make = staticmethod(lambda **fields: replace(make(**fields), **own))
     yield
     FusedMoEParallelConfig.make = staticmethod(make)
 
 
 def faults(engine: LLM, staging: Staging, checkpoint: Path, version: int) -> Iterator[list[str]]:
-    """[tensors whose digests differ] after a flipped bit, [the error] for a missing tensor."""
+    """Yield [tensors whose digests differ] after a flipped bit, then [the error] for a missing
+    tensor."""
     engine.collective_rpc(read_as, args=("shared_memory",))
     weights = load_file(checkpoint / "model.safetensors")
     manifest = stage(staging, version + 1, [weights])
@@ -170,16 +177,17 @@ def faults(engine: LLM, staging: Staging, checkpoint: Path, version: int) -> Ite
         yield [str(error)]
 
 
-def borrowed(engine: LLM, lending: IpcBuckets, version: int, checkpoint: Path) -> Proof:
+def load_on_demand(engine: LLM, ipc_buckets: IpcBuckets, version: int, checkpoint: Path) -> Proof:
+    """Load a version from buckets that are filled one by one and overwritten after each load."""
     weights = load_file(checkpoint / "model.safetensors").items()
-    lent = [dict(some) for some in batched(weights, -(-len(weights) // LENT_BUCKETS))]
-    manifest = stage(lending, version, lent)
-    for index, bucket in enumerate(lent):
-        ref = lending.fill(index, index % IN_FLIGHT, parts([bucket]))
-        loaded = load(engine, ref, version, index, len(lent))
-        _, memory, _ = lending._memory[index % IN_FLIGHT]
+    contents = [dict(some) for some in batched(weights, -(-len(weights) // IPC_BUCKETS))]
+    manifest = stage(ipc_buckets, version, contents)
+    for index, bucket in enumerate(contents):
+        ref = ipc_buckets.fill(index, index % IN_FLIGHT, parts([bucket]))
+        loaded = load(engine, ref, version, index, len(contents))
+        _, memory, _ = ipc_buckets._memory[index % IN_FLIGHT]
         memory.fill_(0xFF)
-    lending.release()
+    ipc_buckets.release()
     return manifest.digests, loaded
 
 
@@ -203,9 +211,9 @@ def use_layerwise(worker: Any) -> None:
     receiver._reload = LayerwiseReload(receiver.model, receiver.model_config)
 
 
-def lend_memory_of_experts(worker: Any) -> None:
-    """Reuse memory as the allocator may: the memory of experts packed before this update
-    receives the pieces of another weight, which arrives in three parts."""
+def reuse_memory_of_experts(worker: Any) -> None:
+    """Reuse memory like an allocator: the pieces of another weight, which arrives in three parts,
+    are loaded into the memory of experts that were packed before this update."""
     packed = getattr(worker.weight_transfer_engine._reload, "_packed", [])
     experts = [one for one in packed if isinstance(one, PackedExperts)]
     fused = [
@@ -214,21 +222,21 @@ def lend_memory_of_experts(worker: Any) -> None:
     if experts:
         (weight,) = fused[0].weights
         old = experts[0]._layer.w13_weight.detach().flatten()[: weight._total]
-        fused[0]._scratch.give(old.view(weight._shape))
+        fused[0]._scratch.release(old.view(weight._shape))
 
 
 def buckets(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
-    """Two buckets; the first ends within a fused weight."""
+    """Return the weights in two buckets. The first bucket ends within a fused weight."""
     weights = list(load_file(checkpoint / "model.safetensors").items())
     cut = next(i for i, (name, _) in enumerate(weights) if "k_proj" in name) + 1
     return [dict(weights[:cut]), dict(weights[cut:])]
 
 
 def outputs(engine: LLM) -> list[float]:
-    """Log-probs of every word after the prompt, and of the prompt's own; and of the embedding, used
-    the other way round."""
-    asked = SamplingParams(max_tokens=1, logprobs=-1, prompt_logprobs=0, detokenize=False)
-    (output,) = engine.generate([{"prompt_token_ids": PROMPT}], asked, use_tqdm=False)
+    """Return the log-probs of the prompt's tokens, the log-probs of every token after the prompt,
+    and the output of the embedding as an output layer."""
+    parameters = SamplingParams(max_tokens=1, logprobs=-1, prompt_logprobs=0, detokenize=False)
+    (output,) = engine.generate([{"prompt_token_ids": PROMPT}], parameters, use_tqdm=False)
     after = output.outputs[0].logprobs[0]
     own = [
         step[token].logprob
@@ -242,7 +250,7 @@ def outputs(engine: LLM) -> list[float]:
 
 
 def embedding_as_output_layer(worker: Any) -> list[float]:
-    """Output of the embedding as an output layer, in models that use it as one."""
+    """Return the output of the embedding if it is used as an output layer, as in tied models."""
     embedding = worker.weight_transfer_engine.model.model.embed_tokens
     ones = torch.ones_like(embedding.weight[:1])
     output = embedding.quant_method.apply(embedding, ones)

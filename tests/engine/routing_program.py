@@ -1,8 +1,9 @@
-"""The trainer's log-probs of sampled responses, with the experts that it chooses and with those of
-the engine; one rank.
+"""Compute the trainer's log-probs of sampled responses, with its own experts and with the engine's,
+in one rank.
 
-Arguments: a pickle of samples, the checkpoint, where to write {routing_replay: [log-probs of each
-sample]} and, as `rerouted`, the share of the engine's choices that are not the trainer's.
+Arguments: a pickle of samples, the checkpoint, and the file for the results: {routing_replay:
+[log-probs of each sample]} and, as `rerouted`, the share of the engine's experts that differ from
+the trainer's.
 """
 
 from __future__ import annotations

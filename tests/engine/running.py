@@ -1,5 +1,5 @@
-"""Real vLLM engines behind Ray, fed with staged weights, compared with transformers on the same
-checkpoints."""
+"""vLLM engines as Ray actors that load staged weights, and their comparison with transformers on
+the same checkpoints."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from tests.staged import stage
 TOLERANCE = 1e-5
 REWARD = "tests.engine.rewards_that_fail:misbehave"
 REWARD_S = 15.0
-"""rollout.reward.timeout_s: longer than a busy machine takes for a reward that returns."""
+"""Value of rollout.reward.timeout_s, which a reward that returns does not exceed even on a busy
+machine."""
 KEEP, RECOMPUTE = 0, 1
-"""The engines of conftest.py."""
+"""Indices of the engines of conftest.py."""
 CHECKPOINTS = 4
 TEMPERATURE, MAX_TOKENS, FEWER_TOKENS, SHORT_TOKENS = 1.0, 400, 160, 24
 SAMPLING = {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}
-"""Sampling of training; that of held-out sets is in EVALUATIONS."""
+"""Sampling settings of training. EVALUATIONS has those of the held-out sets."""
 SHORT, FEWER, DOUBLE, FOURFOLD = "short", "fewer", "double", "fourfold"
 EVALUATIONS = {
     name: EvalSamplingConfig.model_validate(own).over(
         SamplingConfig(max_tokens=12, temperature=1.5)
     )
     for name, own in {
-        # The second stop string: a token after one whose number ends in 19.
+        # The second stop string: a token whose number ends in 19, followed by another token.
         SHORT: {"temperature": 0.7, "max_tokens": SHORT_TOKENS, "stop": ["never", "19 w"]},
         FEWER: {"temperature": TEMPERATURE, "max_tokens": FEWER_TOKENS},
         DOUBLE: {"temperature": TEMPERATURE, "max_tokens": 2 * FEWER_TOKENS},
@@ -64,8 +65,8 @@ EVALUATIONS = {
 
 
 class Engines:
-    """One engine for each of `settings` (of `rollout`), all with the samplings of `evaluations`,
-    and which checkpoint each version was."""
+    """One engine for each of `settings` (of `rollout`), all with the sampling settings of
+    `evaluations`. `of_version`: version -> index of the checkpoint that was loaded."""
 
     def __init__(
         self,
@@ -107,15 +108,16 @@ class Engines:
         self.staging = Staging(SharedMemory())
         self._groups = 0
 
-    def asked(
+    def requests(
         self,
         prompts: Sequence[Prompt],
         n: int,
         index: int | None = None,
         sampling: str | None = None,
     ) -> list[Request]:
-        """Requests for `n` responses to each prompt, in groups never asked before, or all of group
-        `index`, drawn as in training or as in the held-out set `sampling`."""
+        """Return requests for `n` responses to each prompt. `index`: group of all requests; None: a
+        new group for each prompt. `sampling`: held-out set whose sampling settings apply; None:
+        those of training."""
         numbers = [self._groups + i if index is None else index for i in range(len(prompts))]
         self._groups += len(prompts)
         return [
@@ -132,12 +134,12 @@ class Engines:
         index: int | None = None,
         sampling: str | None = None,
     ) -> list[list[Sample]]:
-        """`n` responses to each prompt."""
-        samples = sampled(self.handles[engine], self.asked(prompts, n, index, sampling))
+        """Return the samples of `requests` with the same arguments, as one list per prompt."""
+        samples = sampled(self.handles[engine], self.requests(prompts, n, index, sampling))
         return [samples[i : i + n] for i in range(0, len(samples), n)]
 
     def publish(self, checkpoint: int, *, per_bucket: int = 1000) -> Manifest:
-        """One version more into every engine, verified."""
+        """Stage a checkpoint as the next version, and load it into every engine."""
         manifest = self.stage(checkpoint, per_bucket=per_bucket)
         self.feed(manifest)
         return manifest
@@ -148,16 +150,17 @@ class Engines:
         return stage(self.staging, self.version, buckets(self.checkpoints[checkpoint], per_bucket))
 
     def feed(self, manifest: Manifest, only: Sequence[int] | None = None) -> None:
-        """Load the staged weights into all engines, or into those of `only`, at the same time.
-        Raises the first engine's error or WeightMismatch once all have answered."""
+        """Load the staged weights into all engines, or into the engines `only`, at the same time,
+        and verify the digests. Once all updates have ended, raises the error of the first engine
+        that failed."""
         indices = range(len(self.handles)) if only is None else only
         calls = [self.handles[index].update.remote(self.version, manifest) for index in indices]
         failures = []
-        for index, answer in zip(indices, calls, strict=True):
+        for index, update in zip(indices, calls, strict=True):
             try:
-                loaded = ray_get(answer, "an engine to take weights", 400)
+                loaded = ray_get(update, "an engine to load weights", 400)
                 require_equal(self.specs[index].name, manifest.digests, loaded)
-            except Exception as failure:  # noqa: BLE001 - raised again, as itself
+            except Exception as failure:  # noqa: BLE001 - raised below, after the other updates
                 failures.append(failure)
         if failures:
             raise failures[0]
@@ -174,8 +177,8 @@ class Engines:
         limit: int | None = None,
         sampling: str | None = None,
     ) -> float:
-        """Largest |engine's log-prob - transformers'| of the sample's tokens `since` to `limit`
-        under the weights of `version`."""
+        """Return the largest |log-prob of the engine - log-prob of transformers| of the sample's
+        tokens `since` to `limit` under the weights of `version`."""
         ids = sample.response_ids.tolist()[:limit]
         temperature = self.specs[engine].sampling(sampling).temperature
         reference = self.reference(version).logprobs(sample.prompt.token_ids, ids, temperature)
@@ -186,25 +189,26 @@ class Engines:
         )
 
     def over_kept_caches(self, engine: int, sample: Sample) -> torch.Tensor:
-        """[T] transformers' log-probs of the sample's tokens, each under the weights of its
-        version, over the keys and values that the weights of the tokens before it left behind."""
+        """Return the log-probs of transformers for the sample's tokens, [T]. Each token has the
+        weights of its version, and attends to the keys and values that the weights of earlier
+        tokens computed."""
         from transformers import DynamicCache
 
         temperature = self.specs[engine].rollout.sampling.temperature
         prompt, ids = list(sample.prompt.token_ids), sample.response_ids.tolist()
-        cache, found = DynamicCache(), []
+        cache, logprobs = DynamicCache(), []
         for version, start, end in spans(sample):
-            # The step that samples a token reads the one before it: that one's keys and values are
-            # of the same weights.
+            # The step that samples a token reads the token before it, so the same weights compute
+            # the keys and values of the token before it.
             first = 0 if start == 0 else len(prompt) + start - 1
             inputs = [*prompt, *ids][first : len(prompt) + end - 1]
             reference = self.reference(version)
-            found.append(reference.logprobs_over(cache, inputs, ids[start:end], temperature))
-        return torch.cat(found)
+            logprobs.append(reference.logprobs_over(cache, inputs, ids[start:end], temperature))
+        return torch.cat(logprobs)
 
 
 def spans(sample: Sample) -> list[tuple[int, int, int]]:
-    """(version, first token, end) of each run of tokens that one version sampled."""
+    """Return (version, first token, end) of each run of tokens that one version sampled."""
     edges = [0, *(np.flatnonzero(np.diff(sample.versions)) + 1).tolist(), sample.length]
     return [(int(sample.versions[start]), start, end) for start, end in pairwise(edges)]
 
@@ -220,7 +224,7 @@ def running(start: Callable[[], Engines]) -> Iterator[Engines]:
 
 
 def started(specs: Sequence[EngineSpec], *, again: bool = False) -> list[Any]:
-    """Handles of actors, which run."""
+    """Start engines, and return the handles of their actors."""
 
     async def start() -> list[Any]:
         return await asyncio.gather(*(start_engine(spec, again=again) for spec in specs))
@@ -237,14 +241,15 @@ def stop(handles: Sequence[Any]) -> None:
 
 
 def give_environment(handle: Any, settings: Mapping[str, Any], template: str | None = None) -> None:
-    """From here on the samples of a running engine are this environment's: an engine of its own
-    would take as long as all its tests."""
-    ray_get(handle.__ray_call__.remote(_begin, settings, template), "an engine to be told", 400)
+    """Make a running engine use this environment from here on. Another engine with the environment
+    would take as long to start as all its tests take."""
+    what = "an engine to start an environment"
+    ray_get(handle.__ray_call__.remote(_begin, settings, template), what, 400)
 
 
 def take_environment(handle: Any) -> None:
-    """The engine's responses are one turn again."""
-    ray_get(handle.__ray_call__.remote(_end), "an engine to be told", 400)
+    """Make the engine's responses single turns without an environment again."""
+    ray_get(handle.__ray_call__.remote(_end), "an engine to drop its environment", 400)
 
 
 def _end(engine: Any) -> None:
@@ -252,7 +257,8 @@ def _end(engine: Any) -> None:
 
 
 def _begin(engine: Any, settings: Mapping[str, Any], template: str | None) -> None:
-    """Start the engine in a thread of its process, next to its event loop."""
+    """Start the environment. Ray calls this in a thread of the engine's process, so the event loop
+    of the engine runs the start."""
 
     async def begin() -> None:
         environments = Environments(EnvironmentConfig.model_validate(settings))

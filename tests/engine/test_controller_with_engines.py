@@ -1,4 +1,4 @@
-"""The controller actor over real vLLM engines that serve the Countdown example."""
+"""Controller actor with vLLM engines that serve the Countdown example."""
 
 import runpy
 import time
@@ -46,7 +46,7 @@ def served(
     in_ray: None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Path, list[Any], list[EngineSpec]]]:
-    """The folder of the example, its engines, and their requests."""
+    """Folder of the example, handles of its engines, and their settings."""
     root = tmp_path_factory.mktemp("served")
     runpy.run_path(str(ROOT / "examples" / EXAMPLE / "prepare.py"))["write"](root, seed=1)
     rollout = {
@@ -73,7 +73,7 @@ def served(
     stop(engines)
 
 
-def test_vllm_serves_an_example_model_and_its_responses_are_scored(
+def test_an_engine_serves_the_model_of_an_example_and_scores_responses(
     served: tuple[Path, list[Any], list[EngineSpec]],
 ) -> None:
     root, engines, _ = served
@@ -86,30 +86,30 @@ def test_vllm_serves_an_example_model_and_its_responses_are_scored(
         assert (sample.response_ids[-1] == tokenizer.eos_ids[0]) == (sample.finish_reason == "stop")
 
 
-def test_prompts_that_overflow_one_scheduling_step_are_all_answered(
+def test_prompts_that_exceed_the_token_budget_of_a_step_all_get_responses(
     served: tuple[Path, list[Any], list[EngineSpec]],
 ) -> None:
-    """vLLM would cut the prompt at the edge of its token budget in two, and its seeded sampler on
-    the CPU dies of that."""
+    """If vLLM split the prompt at the end of its token budget, its seeded sampler on the CPU would
+    raise."""
     root, engines, _ = served
-    asked = prompts(root, "train.jsonl")
-    assert sum(len(prompt.token_ids) for prompt in asked) * 30 > 2 * 2048
+    examples = prompts(root, "train.jsonl")
+    assert sum(len(prompt.token_ids) for prompt in examples) * 30 > 2 * 2048
     requests = [
         Request(group=index, k=k, prompt=prompt)
-        for index, prompt in enumerate(asked)
+        for index, prompt in enumerate(examples)
         for k in range(30)
     ]
-    assert len(sampled(engines[0], requests)) == 30 * len(asked)
+    assert len(sampled(engines[0], requests)) == 30 * len(examples)
 
 
-def take_all(ask: Callable[..., Any]) -> None:
-    """Batches, until there are none."""
+def take_all(request: Callable[..., Any]) -> None:
+    """Request three batches, which is more than the controller has."""
     for version in (5, 6, 7):
-        ask("next_batch", version)
+        request("next_batch", version)
 
 
 class Launch:
-    """The engine that runs already, then new ones."""
+    """Launch that returns the engine `running` as engine 0, and starts other engines."""
 
     def __init__(self, running: Any) -> None:
         self.running = running
@@ -144,15 +144,15 @@ def test_the_controller_feeds_batches_while_engines_join_leave_and_die(
     source = PromptSource(train, seed=1, shuffle=False)
     controller = actor.remote(source, spec, Launch(engines[0]))
 
-    def ask(method: str, *arguments: Any) -> Any:
+    def request(method: str, *arguments: Any) -> Any:
         return ray_get(getattr(controller, method).remote(*arguments), f"it to {method}", 900)
 
     staging = Staging(SharedMemory())
-    ask("start", None)
-    result = ask("evaluate", 0)
+    request("start", None)
+    result = request("evaluate", 0)
     assert (result.samples, len(result.per_prompt), result.reward_errors) == (48, 12, 0)
     for version in range(2):
-        batch = ask("next_batch", version).batch
+        batch = request("next_batch", version).batch
         first = 3 * version
         columns = {name: batch.samples.column(name).to_pylist() for name in ("id", "prompt_ids")}
         assert [
@@ -166,26 +166,26 @@ def test_the_controller_feeds_batches_while_engines_join_leave_and_die(
         starts = [versions[0] for versions in batch.samples.column("versions").to_pylist()]
         assert min(starts) == max(0, version - 1)
         weights = buckets(root / "model")
-        ask("staged", version + 1, stage(staging, version + 1, weights))
-        assert ask("state").state["consumed"] == first + 3
+        request("staged", version + 1, stage(staging, version + 1, weights))
+        assert request("state").state["consumed"] == first + 3
 
-    assert ask("add_engine") == 1
+    assert request("add_engine") == 1
     deadline = time.monotonic() + 900
-    while [engine.version for engine in ask("stats")["engines"]] != [2, 2]:
-        assert time.monotonic() < deadline, "the one that joined did not load version 2"
+    while [engine.version for engine in request("stats")["engines"]] != [2, 2]:
+        assert time.monotonic() < deadline, "the engine that joined did not load version 2"
         time.sleep(0.2)
-    ask("remove_engine", 0)
-    for version in (2, 3, 4):  # what trains last was admitted after that
-        batch = ask("next_batch", version).batch
-        ask("staged", version + 1, stage(staging, version + 1, buckets(specs[0].model_path)))
-    ask("state")  # writes the sample log
+    request("remove_engine", 0)
+    for version in (2, 3, 4):  # groups of the last batch were admitted after the removal
+        batch = request("next_batch", version).batch
+        request("staged", version + 1, stage(staging, version + 1, buckets(specs[0].model_path)))
+    request("state")  # writes the sample log
     last = [entry for entry in read_entries(run_dir) if entry.steps == (5,)]
     assert {sample.engine for _, sample in load(run_dir, last)} == {1}
 
     core_of(run_dir / "logs" / "engine-1.log").kill()
     with pytest.raises(EngineFailed, match=r"no training engine is left: .*engine 1: .*died"):
-        take_all(ask)
+        take_all(request)
     assert "engine-1 is lost" in (run_dir / "logs" / "controller.log").read_text()
     staging.close()
-    ask("close")
+    request("close")
     ray.kill(controller)

@@ -90,16 +90,16 @@ def test_an_update_during_a_tool_call_does_not_wait_for_it(
 ) -> None:
     (handle,) = engines.handles
     waiting = prompt_of(5, 1, fault="waits", folder=str(tmp_path))
-    asked = engines.asked([waiting], 1)
-    others = engines.asked([prompt_of(4, seed) for seed in range(4)], 2)
-    submit(handle, asked)
+    requests = engines.requests([waiting], 1)
+    others = engines.requests([prompt_of(4, seed) for seed in range(4)], 2)
+    submit(handle, requests)
     until(tmp_path / "waiting")
     for sample in sampled(handle, others):
         assert sample.versions.tolist() == [0] * sample.length
         assert differs(engines, sample) < TOLERANCE
     engines.publish(1)  # Returns during the call.
     (tmp_path / "go").touch()
-    (sample,) = outcomes(handle, [asked[0].id])
+    (sample,) = outcomes(handle, [requests[0].id])
     assert isinstance(sample, Sample)
     assert (sample.reward, sample.reward_error) == (1.5, None)
 
@@ -119,7 +119,7 @@ def test_a_stop_string_ends_its_turn_and_may_occur_in_content(
     engines: Engines,
 ) -> None:
     """The content of every sample contains `7 w`."""
-    samples = sampled(engines.handles[0], engines.asked([prompt_of(4, 9)], 16))
+    samples = sampled(engines.handles[0], engines.requests([prompt_of(4, 9)], 16))
     stopped = 0
     for sample in samples:
         for start, end in turns(sample):
@@ -131,21 +131,21 @@ def test_a_stop_string_ends_its_turn_and_may_occur_in_content(
 
 def test_a_sample_aborted_in_its_environment_begins_again(engines: Engines, tmp_path: Path) -> None:
     (handle,) = engines.handles
-    asked = engines.asked([prompt_of(5, 1, fault="waits", folder=str(tmp_path))], 1)
-    submit(handle, asked)
+    requests = engines.requests([prompt_of(5, 1, fault="waits", folder=str(tmp_path))], 1)
+    submit(handle, requests)
     until(tmp_path / "waiting")
-    abort(handle, [asked[0].id])
-    (cut,) = outcomes(handle, [asked[0].id])
+    abort(handle, [requests[0].id])
+    (cut,) = outcomes(handle, [requests[0].id])
     assert isinstance(cut, Aborted)
     assert cut.partial is None
     (tmp_path / "go").touch()
-    (sample,) = sampled(handle, asked)
+    (sample,) = sampled(handle, requests)
     assert len(turns(sample)) == TURNS
 
 
 def test_a_failing_environment_fails_its_sample_and_is_logged(engines: Engines) -> None:
     prompts = [prompt_of(5, 1, fault=fault) for fault in ("reset", "raises", None)]
-    failed, raised, fine = sampled(engines.handles[0], engines.asked(prompts, 1))
+    failed, raised, fine = sampled(engines.handles[0], engines.requests(prompts, 1))
     assert (failed.reward_error, failed.loss_mask.tolist()) == (
         "reset raised KeyError: 'secret'",
         [0],
@@ -162,12 +162,12 @@ def test_a_sample_has_what_the_client_of_openai_received(engines: Engines, tmp_p
     give_environment(handle, AGENT, template=WORDY)
 
     before = engines.version
-    asked = engines.asked([prompt_of(5, 1, folder=str(tmp_path))], 1)
-    submit(handle, asked)
+    requests = engines.requests([prompt_of(5, 1, folder=str(tmp_path))], 1)
+    submit(handle, requests)
     until(tmp_path / "waiting")
     engines.publish(0)
     (tmp_path / "go").touch()
-    (sample,) = outcomes(handle, [asked[0].id])
+    (sample,) = outcomes(handle, [requests[0].id])
     assert isinstance(sample, Sample)
     assert (sample.reward, sample.reward_error) == (0.5, None)
 

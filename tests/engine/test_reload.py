@@ -1,6 +1,6 @@
-"""vLLM's model after an update against the same model freshly read: bit for bit, for each way in
-which families of models differ, and where vLLM quantises what is loaded; and against the policy,
-whose log-probs are the same."""
+"""vLLM's model after an update, compared bit by bit with the same model right after loading, for
+the differences between model families and for quantization during the load; and compared with the
+policy's log-probs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.train_batches import make_sample
 pytestmark = pytest.mark.engine
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "heads": 2, "kv_heads": 1}
-"""32 is the smallest head of vLLM's attention on a CPU."""
+"""Shape of all models. 32 is the smallest head of vLLM's attention on a CPU."""
 MODELS: dict[str, dict[str, Any]] = {
     "tied-with-bias": {"family": "qwen2", "tied": True},
     "untied": {"family": "llama"},
@@ -51,12 +51,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 HALVES, QUANTISED = "halves", "fp8_per_channel"
-"""The second: the one quantisation that vLLM's CPU kernels know."""
+"""QUANTISED is the only quantization that vLLM's CPU kernels support."""
 HOW: dict[str, dict[str, Any]] = {
     HALVES: {"family": "qwen3_moe", "tied": True, "num_experts": 6},
     QUANTISED: {"family": "qwen3", "tied": True, "dtype": "bfloat16"},
 }
-"""Arguments of reload_program.py; the last case has the faults."""
+"""Value of HOW in reload_program.py -> model. The last case also has the faults."""
 LAYERWISE_TOO = ("tied-with-bias", "untied")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,38 +73,36 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def states(root: Path) -> dict[str, list[State]]:
-    asked = []
+    arguments = []
     for name, model in MODELS.items():
         first, second = (
             save_tiny_model(root / which / name, seed=seed, **model, **SHAPE)
             for which, seed in (("a", 1), ("b", 2))
         )
-        asked.append(f"{first}:{second}" + (":both" if name in LAYERWISE_TOO else ""))
+        arguments.append(f"{first}:{second}" + (":both" if name in LAYERWISE_TOO else ""))
     for how, model in HOW.items():
         pair = [
             str(save_tiny_model(root / which / how, seed=seed, **model, **SHAPE))
             for which, seed in (("a", 1), ("b", 2))
         ]
-        asked.append(":".join([*pair, how]))
-    answer = root / "answer.json"
-    program = [sys.executable, "-m", "tests.engine.reload_program", str(answer), *asked]
+        arguments.append(":".join([*pair, how]))
+    results = root / "results.json"
+    program = [sys.executable, "-m", "tests.engine.reload_program", str(results), *arguments]
     run = subprocess.run(
         program, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    found: dict[str, list[State]] = json.loads(answer.read_text())
-    return found
+    by_model: dict[str, list[State]] = json.loads(results.read_text())
+    return by_model
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_after_an_update_it_computes_what_the_same_checkpoint_freshly_read_does(
+def test_a_model_after_an_update_computes_the_same_as_the_freshly_loaded_checkpoint(
     states: dict[str, list[State]], model: str
 ) -> None:
     (start, _, fresh), (way, _, first), (_, _, back), (_, _, again), *layerwise = states[model]
     assert (start, way) == ("none", "InPlaceReload")
-    assert np.max(np.abs(np.subtract(first, fresh))) > 0.1, (
-        "the two checkpoints agree: nothing is tested"
-    )
+    assert np.max(np.abs(np.subtract(first, fresh))) > 0.1, "the two checkpoints must differ"
     assert back == fresh
     assert again == first
     assert [way for way, _, _ in layerwise] == (
@@ -114,10 +112,10 @@ def test_after_an_update_it_computes_what_the_same_checkpoint_freshly_read_does(
         assert logprobs == (first if which else fresh)
 
 
-def test_the_experts_of_two_workers_are_all_of_them_and_each_takes_its_own(
+def test_each_of_two_workers_loads_its_half_of_the_experts(
     states: dict[str, list[State]],
 ) -> None:
-    """The program has added their digests up."""
+    """The program has verified the digests of both halves together."""
     first, second = states[HALVES][:4], states[HALVES][4:]
     for (_, _, fresh), (way, _, new), (_, _, back), (_, _, again) in (first, second):
         assert way == "InPlaceReload"
@@ -126,7 +124,7 @@ def test_the_experts_of_two_workers_are_all_of_them_and_each_takes_its_own(
     assert first[0][2] != second[0][2]
 
 
-def test_a_quantised_model_after_an_update_computes_what_it_does_freshly_read(
+def test_a_quantized_model_after_an_update_computes_the_same_as_freshly_loaded(
     states: dict[str, list[State]],
 ) -> None:
     (_, _, fresh), (way, _, first), (_, _, back), (_, _, again) = states[QUANTISED]
@@ -136,7 +134,7 @@ def test_a_quantised_model_after_an_update_computes_what_it_does_freshly_read(
     assert again == first
 
 
-def test_of_a_quantised_models_weights_each_bit_is_proved_and_each_must_come(
+def test_a_flipped_bit_and_a_missing_weight_of_a_quantized_model_are_detected(
     states: dict[str, list[State]],
 ) -> None:
     flipped, left_out = states["faults"]
@@ -146,18 +144,18 @@ def test_of_a_quantised_models_weights_each_bit_is_proved_and_each_must_come(
 
 @pytest.fixture(scope="module")
 def trainers(root: Path, states: dict[str, list[State]]) -> dict[str, np.ndarray]:
-    """The policy's log-probs of the prompt's tokens after its first, by model."""
+    """Model -> log-probs of the policy for the prompt's tokens, without the first token."""
     sample = make_sample(Prompt(id="p", text="", token_ids=(PROMPT[0],)), "p-0", PROMPT[1:])
     (root / "samples").write_bytes(pickle.dumps([sample]))
     checkpoints = [root / "a" / name for name in MODELS]
     arguments = [root / "samples", "1.0", root / "logprobs", *checkpoints]
     run_ranks(1, "tests.engine.trainer_program", arguments)
-    found = pickle.loads((root / "logprobs").read_bytes())
-    return {path.name: found[str(path)][0] for path in checkpoints}
+    logprobs = pickle.loads((root / "logprobs").read_bytes())
+    return {path.name: logprobs[str(path)][0] for path in checkpoints}
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_its_log_probs_are_the_policys(
+def test_log_probs_equal_the_policys(
     states: dict[str, list[State]], trainers: dict[str, np.ndarray], model: str
 ) -> None:
     _, which, logprobs = states[model][0]

@@ -1,7 +1,6 @@
-"""Two real vLLM engines behind Ray, fed with new weights by the real publisher, held against
-transformers.
+"""Two vLLM engines as Ray actors that load new weights, compared with transformers.
 
-The tests share the engines of conftest.py and run in order; every test that loads weights takes the
+The tests share the engines of conftest.py and run in order; every test that loads weights uses the
 next version.
 """
 
@@ -42,7 +41,7 @@ from tests.staged import flip_a_bit, stage
 pytestmark = pytest.mark.engine
 
 CACHE_BLOCK = 128
-"""Tokens of a block of the key-value cache, vLLM's on a CPU."""
+"""Tokens per block of vLLM's key-value cache on a CPU."""
 TOO_SLOW = f"no reward within rollout.reward.timeout_s: {REWARD_S:g}"
 FAILURES = {
     "raises": "KeyError: 'answer'",
@@ -51,12 +50,12 @@ FAILURES = {
     "backtracks": TOO_SLOW,
     "dies": "the reward's process ended with code 7; see the engine's log",
 }
-"""Errors by what the rewards do (rewards_that_fail.py)."""
+"""Fault of the reward (rewards_that_fail.py) -> error of the sample."""
 
 
 @pytest.mark.parametrize(
     ("engine", "sampling"),
-    # Two workers take turns at each token on a core that others use, so they sample fewer.
+    # Two workers sample fewer tokens: they share a core with other processes at every token.
     [(KEEP, SHORT), (KEEP, None), (RECOMPUTE, SHORT), (RECOMPUTE, FEWER)],
     ids=[
         "one worker, temperature 0.7",
@@ -65,7 +64,7 @@ FAILURES = {
         "two workers, temperature 1.0",
     ],
 )
-def test_sampled_logprobs_are_those_of_transformers_at_the_sampling_temperature(
+def test_logprobs_equal_those_of_transformers_at_the_sampling_temperature(
     engines: Engines, engine: int, sampling: str | None
 ) -> None:
     prompts = [prompt_of(3), prompt_of(40), prompt_of(1)]
@@ -76,30 +75,31 @@ def test_sampled_logprobs_are_those_of_transformers_at_the_sampling_temperature(
 
 
 def drawn(engines: Engines, sampling: str, prompts: list[Prompt], n: int) -> list[Sample]:
-    """`n` responses to each prompt from KEEP."""
+    """Return `n` responses of KEEP to each prompt."""
     groups = engines.groups(KEEP, prompts, n, sampling=sampling)
     return [sample for group in groups for sample in group]
 
 
 @pytest.mark.parametrize("name", ["cut", "penalised"])
-def test_log_probs_are_those_of_the_distribution_that_the_settings_leave(
+def test_log_probs_are_those_of_the_distribution_after_all_sampling_settings(
     engines: Engines, name: str
 ) -> None:
-    sampling, others = EVALUATIONS[name], 0
+    sampling, different = EVALUATIONS[name], 0
     for sample in drawn(engines, name, [prompt_of(3), prompt_of(40)], 8):
-        ids, found = sample.response_ids.tolist(), torch.from_numpy(sample.behavior_logprobs.copy())
-        left = engines.reference(0).drawn_from(sample.prompt.token_ids, ids, sampling)
-        own = left.gather(1, sample_ids := torch.tensor(ids)[:, None])[:, 0]
-        assert float((found - own).abs().max()) < 10 * TOLERANCE
-        whole = engines.reference(0).logits(sample.prompt.token_ids, ids) / sampling.temperature
-        trainers = whole.log_softmax(-1).gather(1, sample_ids)[:, 0]
-        others += int(((found - trainers).abs() > 0.01).sum())
+        ids = sample.response_ids.tolist()
+        logprobs = torch.from_numpy(sample.behavior_logprobs.copy())
+        expected = engines.reference(0).drawn_from(sample.prompt.token_ids, ids, sampling)
+        expected = expected.gather(1, sample_ids := torch.tensor(ids)[:, None])[:, 0]
+        assert float((logprobs - expected).abs().max()) < 10 * TOLERANCE
+        logits = engines.reference(0).logits(sample.prompt.token_ids, ids) / sampling.temperature
+        trainers = logits.log_softmax(-1).gather(1, sample_ids)[:, 0]
+        different += int(((logprobs - trainers).abs() > 0.01).sum())
         assert sample.length <= 12
         assert not {19, 400} & set(ids) or name == "cut"
-    assert others > 20, "and not those of the trainer, which count every token"
+    assert different > 20, "they differ from the trainer's, whose distribution has every token"
 
 
-def test_greedy_takes_the_likeliest_tokens_and_a_grammar_only_what_it_allows(
+def test_greedy_sampling_and_a_grammar_select_the_expected_tokens(
     engines: Engines,
 ) -> None:
     first, second = drawn(engines, "greedy", [prompt_of(9)], 2)
@@ -111,7 +111,7 @@ def test_greedy_takes_the_likeliest_tokens_and_a_grammar_only_what_it_allows(
         assert sample.finish_reason == "stop"
 
 
-def test_a_response_ends_with_its_eos_token_or_is_recorded_as_truncated(engines: Engines) -> None:
+def test_a_response_ends_with_its_eos_token_or_is_truncated(engines: Engines) -> None:
     samples = [
         s
         for group in engines.groups(KEEP, [prompt_of(5, seed) for seed in range(8)], 4)
@@ -135,7 +135,7 @@ def test_a_response_ends_with_its_eos_token_or_is_recorded_as_truncated(engines:
         assert sample.reward == len(sample.text.split())
 
 
-def test_a_group_is_repeated_by_its_index_and_its_samples_differ(engines: Engines) -> None:
+def test_a_group_is_reproducible_by_its_index_and_its_samples_differ(engines: Engines) -> None:
     (first,), (again,), (other,) = (
         engines.groups(KEEP, [prompt_of(9)], 4, index, SHORT) for index in (77, 77, 78)
     )
@@ -148,8 +148,8 @@ def test_a_group_is_repeated_by_its_index_and_its_samples_differ(engines: Engine
 def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(
     engines: Engines,
 ) -> None:
-    """A prompt longer than a cache block comes again after every update: no block of it may be
-    reused."""
+    """A prompt that is longer than a cache block is repeated after every update: the engine must
+    not reuse a block of it."""
     import ray
 
     repeated = prompt_of(300)
@@ -167,11 +167,11 @@ def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(
                         for version in (engines.version, engines.version - 1)
                     )
                     assert new < TOLERANCE
-                    assert old > 0.1, "the checkpoints must differ to be told apart"
+                    assert old > 0.1, "the checkpoints must differ"
 
 
 def note_cached(engine: Any) -> None:
-    """Record in the engine's `cached` the number of cached prompt tokens of each request."""
+    """Record the number of cached prompt tokens of each request in the attribute `cached`."""
     responses, engine.cached = engine._responses, {}
     on_output = type(responses)._on_output.__get__(responses)
 
@@ -183,93 +183,92 @@ def note_cached(engine: Any) -> None:
 
 
 def note_no_more(engine: Any) -> None:
-    """Stop recording in the engine, which other tests use; an output may be the exception that
-    ended it."""
+    """Stop recording, because in other tests an output may be an exception."""
     del engine._responses._on_output
 
 
 def cached(handle: Any, requests: list[Request]) -> list[int]:
-    """Cached tokens of each request, sorted, once all have finished."""
+    """Wait for the requests, and return the numbers of their cached tokens, sorted."""
     ids = [request.id for request in requests]
     assert all(isinstance(outcome, Sample) for outcome in outcomes(handle, ids))
-    found: dict[str, int] = call(handle, "__ray_call__", lambda engine: engine.cached)
-    return sorted(found[one] for one in ids)
+    by_request: dict[str, int] = call(handle, "__ray_call__", lambda engine: engine.cached)
+    return sorted(by_request[one] for one in ids)
 
 
-def test_a_groups_prompt_is_read_once_and_anew_by_the_weights_that_begin_the_next(
+def test_a_groups_prompt_is_read_once_and_again_by_new_weights(
     engines: Engines,
 ) -> None:
     handle, prompt, blocks = engines.handles[KEEP], prompt_of(300, 1), 2 * CACHE_BLOCK
     call(handle, "__ray_call__", note_cached)
     for first in (0, blocks):
-        asked = engines.asked([prompt], 3)
-        submit(handle, asked)
-        assert cached(handle, asked) == [first, blocks, blocks]
+        requests = engines.requests([prompt], 3)
+        submit(handle, requests)
+        assert cached(handle, requests) == [first, blocks, blocks]
 
-    # These wait while the weights change: older keys and values are there, and are not theirs.
+    # These requests wait while the weights change: they must not use cached keys and values.
     call(handle, "pause")
-    asked = engines.asked([prompt], 3)
-    submit(handle, asked)
+    requests = engines.requests([prompt], 3)
+    submit(handle, requests)
     engines.publish(1)
-    assert cached(handle, asked) == [0, blocks, blocks]
+    assert cached(handle, requests) == [0, blocks, blocks]
     call(handle, "__ray_call__", note_no_more)
     for (sample,) in engines.groups(KEEP, [prompt], 1):
         assert engines.difference(KEEP, sample, engines.version) < TOLERANCE
 
 
-def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_weights(
+def test_responses_in_flight_continue_through_an_update_with_a_version_per_token(
     engines: Engines,
 ) -> None:
-    """Tokens up to the switch match the old weights; after it the new ones, over the keys and
-    values that the old ones left behind."""
+    """Tokens before the update have the log-probs of the old weights. Later tokens have those of
+    the new weights, which attend to keys and values of the old weights."""
     handle = engines.handles[KEEP]
     both: list[Sample] = []
-    while len(both) < 8:  # others are asked where too many had finished
+    while len(both) < 8:  # repeated, because many responses may finish before the update
         old = engines.version
-        asked = engines.asked([prompt_of(4, seed) for seed in range(16)], 4)
-        submit(handle, asked)
+        requests = engines.requests([prompt_of(4, seed) for seed in range(16)], 4)
+        submit(handle, requests)
         early = grown(handle)
         engines.publish((engines.of_version[old] + 1) % CHECKPOINTS)
-        ids = [request.id for request in asked if request.id not in early]
+        ids = [request.id for request in requests if request.id not in early]
         samples = [sample for sample in outcomes(handle, ids) if isinstance(sample, Sample)]
         assert len(samples) == len(ids)
         assert {v for one in samples for v in one.versions.tolist()} <= {old, old + 1}
         both += [sample for sample in samples if len(set(sample.versions.tolist())) == 2]
     under_old = []
     for sample in both:
-        found = torch.from_numpy(sample.behavior_logprobs.copy())
-        over = engines.over_kept_caches(KEEP, sample)
-        assert float((found - over).abs().max()) < TOLERANCE
+        logprobs = torch.from_numpy(sample.behavior_logprobs.copy())
+        expected = engines.over_kept_caches(KEEP, sample)
+        assert float((logprobs - expected).abs().max()) < TOLERANCE
         switch = int(np.argmax(np.diff(sample.versions))) + 1
         old = int(sample.versions[0])
         under_old.append(engines.difference(KEEP, sample, old, since=switch))
-    # Of all of them: a single token may be as likely under both.
+    # The maximum over all samples, because a single token may be as likely under both weights.
     assert max(under_old) > 0.1
 
 
-def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_other_weights(
+def test_an_aborted_response_has_its_sampled_tokens_and_continues_with_other_weights(
     engines: Engines,
 ) -> None:
     handle, old = engines.handles[KEEP], engines.version
     prefixes: dict[str, PartialResponse] = {}
-    while len(prefixes) < 3:  # others are asked where too many had finished
-        asked = engines.asked([prompt_of(7, seed) for seed in range(6)], 1)
-        submit(handle, asked)
+    while len(prefixes) < 3:  # repeated, because many responses may finish before the abort
+        requests = engines.requests([prompt_of(7, seed) for seed in range(6)], 1)
+        submit(handle, requests)
         early = grown(handle)
-        ids = [request.id for request in asked if request.id not in early]
+        ids = [request.id for request in requests if request.id not in early]
         abort(handle, [*ids, "no-such-request"])
-        cuts = [outcome for outcome in outcomes(handle, ids) if isinstance(outcome, Aborted)]
-        prefixes = {answer.id: answer.partial for answer in cuts if answer.partial is not None}
-    again = {sample.id: sample for sample in sampled(handle, asked)}
+        aborted = [outcome for outcome in outcomes(handle, ids) if isinstance(outcome, Aborted)]
+        prefixes = {one.id: one.partial for one in aborted if one.partial is not None}
+    uncut = {sample.id: sample for sample in sampled(handle, requests)}
     engines.publish(0)
-    rest = {request.id: request for request in asked}
+    by_id = {request.id: request for request in requests}
     for sample in sampled(
-        handle, [replace(rest[one], prefix=prefix) for one, prefix in prefixes.items()]
+        handle, [replace(by_id[one], prefix=prefix) for one, prefix in prefixes.items()]
     ):
         prefix = prefixes[sample.id]
         length = len(prefix.response_ids)
-        assert prefix.response_ids.tolist() == again[sample.id].response_ids[:length].tolist(), (
-            "what the uncut response began with"
+        assert prefix.response_ids.tolist() == uncut[sample.id].response_ids[:length].tolist(), (
+            "the prefix is the beginning of the response without an abort"
         )
         assert sample.response_ids[:length].tolist() == prefix.response_ids.tolist()
         assert sample.behavior_logprobs[:length].tolist() == prefix.behavior_logprobs.tolist()
@@ -280,34 +279,34 @@ def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_othe
         assert len(sample.text.split()) == sample.length - (sample.finish_reason == "stop")
 
 
-def test_reports_show_whether_responses_grow_while_none_has_finished(engines: Engines) -> None:
+def test_reports_without_results_show_that_responses_grow(engines: Engines) -> None:
     import ray
 
     handle, grew = engines.handles[KEEP], False
-    while not grew:  # all may have finished before the first report
-        asked = engines.asked([prompt_of(5, seed) for seed in range(8)], 1)
-        submit(handle, asked)
-        left = {request.id for request in asked}
-        while left:
+    while not grew:  # repeated, because all responses may finish before the first report
+        requests = engines.requests([prompt_of(5, seed) for seed in range(8)], 1)
+        submit(handle, requests)
+        running = {request.id for request in requests}
+        while running:
             report = ray.get(handle.report.remote(0.05), timeout=400)
-            left -= set(report.finished.column("id").to_pylist())
+            running -= set(report.finished.column("id").to_pylist())
             grew |= report.sampling
     assert not ray.get(handle.report.remote(0.05), timeout=400).sampling
 
 
-def test_a_request_cut_before_its_first_token_keeps_its_prefix_and_nothing_else(
+def test_a_request_that_is_aborted_before_its_first_token_has_only_its_prefix(
     engines: Engines,
 ) -> None:
     handle = engines.handles[KEEP]
-    fresh, continued = engines.asked([prompt_of(7)], 2)
-    begun = PartialResponse(
+    fresh, continued = engines.requests([prompt_of(7)], 2)
+    prefix = PartialResponse(
         response_ids=np.array([5, 6], np.int32),
         behavior_logprobs=np.zeros(2, np.float32),
         versions=np.zeros(2, np.int32),
     )
     before = report(handle, 0.1)
     call(handle, "pause")
-    submit(handle, [fresh, replace(continued, prefix=begun)])
+    submit(handle, [fresh, replace(continued, prefix=prefix)])
     assert report(handle, 0.1).running == 2
     abort(handle, [fresh.id, continued.id])
     first, second = outcomes(handle, [fresh.id, continued.id])
@@ -321,7 +320,7 @@ def test_a_request_cut_before_its_first_token_keeps_its_prefix_and_nothing_else(
     assert (after.running, after.tokens, after.busy_s) == (0, before.tokens, before.busy_s)
 
 
-def test_a_stop_string_ends_a_response_also_across_the_end_of_its_prefix(engines: Engines) -> None:
+def test_a_stop_string_ends_a_response_even_if_it_begins_in_the_prefix(engines: Engines) -> None:
     samples = [
         sample
         for group in engines.groups(
@@ -334,42 +333,42 @@ def test_a_stop_string_ends_a_response_also_across_the_end_of_its_prefix(engines
     for sample in stopped:
         assert sample.finish_reason == "stop"
         assert "19 w" not in " ".join(sample.text.split()[:-1])
-    begun = PartialResponse(
+    prefix = PartialResponse(
         response_ids=np.array([5, 119], np.int32),
         behavior_logprobs=np.zeros(2, np.float32),
         versions=np.zeros(2, np.int32),
     )
-    asked = [
-        replace(request, prefix=begun)
-        for request in engines.asked([prompt_of(3)], 2, sampling=SHORT)
+    requests = [
+        replace(request, prefix=prefix)
+        for request in engines.requests([prompt_of(3)], 2, sampling=SHORT)
     ]
     assert [
-        (sample.length, sample.finish_reason) for sample in sampled(engines.handles[KEEP], asked)
+        (sample.length, sample.finish_reason) for sample in sampled(engines.handles[KEEP], requests)
     ] == [(3, "stop")] * 2
 
 
-def test_requests_that_cannot_be_answered_are_refused_before_any_is_taken(engines: Engines) -> None:
+def test_an_invalid_request_is_refused_before_any_is_accepted(engines: Engines) -> None:
     handle = engines.handles[KEEP]
-    asked = engines.asked([prompt_of(3)], 2)
+    requests = engines.requests([prompt_of(3)], 2)
     full = PartialResponse(
         response_ids=np.full(MAX_TOKENS, 5, np.int32),
         behavior_logprobs=np.zeros(MAX_TOKENS, np.float32),
         versions=np.zeros(MAX_TOKENS, np.int32),
     )
-    with pytest.raises(ValueError, match=f"received requests twice: {asked[0].id}"):
-        submit(handle, [*asked, asked[0]])
+    with pytest.raises(ValueError, match=f"received requests twice: {requests[0].id}"):
+        submit(handle, [*requests, requests[0]])
     with pytest.raises(
         ValueError,
-        match=r"prefix of 400 tokens and rollout\.sampling\.max_tokens is 400: nothing is left",
+        match=r"prefix of 400 tokens; .* fewer than rollout\.sampling\.max_tokens: 400",
     ):
-        submit(handle, [asked[0], replace(asked[1], prefix=full)])
+        submit(handle, [requests[0], replace(requests[1], prefix=full)])
     assert report(handle, 0.1).running == 0
 
 
 @dataclass
 class Meanwhile:
-    """Samples of prompts whose rewards fail and of others, and the error and the log folder of an
-    engine that could not start while rewards hung."""
+    """Samples of prompts whose rewards fail, samples of other prompts, and the error and the log
+    folder of an engine that could not start while rewards hung."""
 
     failed: list[list[Sample]]
     good: list[list[Sample]]
@@ -382,12 +381,12 @@ def meanwhile(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Mea
     handle, folder = engines.handles[KEEP], tmp_path_factory.mktemp("broken")
     failing = [prompt_of(4, seed, reward=name) for seed, name in enumerate(FAILURES)]
     good = [prompt_of(4, seed) for seed in range(10, 20)]
-    asked = engines.asked([*failing, *good], 2, sampling=SHORT)
-    ids = [request.id for request in asked]
-    submit(handle, asked)
-    # Before another engine starts: on a busy machine their rewards would come too late, too.
-    came: dict[str, Sample | Aborted] = {}
-    outcomes(handle, ids[2 * len(failing) :], came=came)
+    requests = engines.requests([*failing, *good], 2, sampling=SHORT)
+    ids = [request.id for request in requests]
+    submit(handle, requests)
+    # Before another engine starts, because a busy machine could delay these rewards, too.
+    known: dict[str, Sample | Aborted] = {}
+    outcomes(handle, ids[2 * len(failing) :], known=known)
 
     model = save_checkpoint(folder / "model", seed=0)
     config = json.loads((model / "config.json").read_text())
@@ -399,12 +398,12 @@ def meanwhile(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Mea
     with pytest.raises(EngineStartError, match="engine-7 did not start") as failure:
         started([spec])
 
-    groups = [list(pair) for pair in batched(outcomes(handle, ids, came=came), 2)]
+    groups = [list(pair) for pair in batched(outcomes(handle, ids, known=known), 2)]
     count = len(FAILURES)
     return Meanwhile(groups[:count], groups[count:], failure.value, logs)  # type: ignore[arg-type]
 
 
-def test_rewards_that_fail_in_any_way_are_recorded_and_disturb_no_other(
+def test_rewards_that_fail_are_recorded_and_affect_no_other(
     engines: Engines, meanwhile: Meanwhile
 ) -> None:
     for group, error in zip(meanwhile.failed, FAILURES.values(), strict=True):
@@ -420,7 +419,7 @@ def test_rewards_that_fail_in_any_way_are_recorded_and_disturb_no_other(
     )
 
 
-def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(
+def test_a_bit_that_flips_in_transit_stops_the_engine_and_names_the_tensor(
     engines: Engines,
 ) -> None:
     victim = "model.layers.1.mlp.up_proj.weight"
@@ -434,7 +433,7 @@ def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(
     engines.publish(1)
 
 
-def test_a_version_that_does_not_grow_is_refused_and_the_weights_stay(engines: Engines) -> None:
+def test_a_version_that_is_not_newer_is_refused_and_the_weights_stay(engines: Engines) -> None:
     manifest = stage(engines.staging, engines.version, buckets(engines.checkpoints[2]))
     with pytest.raises(Exception, match=f"weight version {engines.version} was refused"):
         engines.feed(manifest, [KEEP])
@@ -444,7 +443,7 @@ def test_a_version_that_does_not_grow_is_refused_and_the_weights_stay(engines: E
         assert engines.difference(KEEP, sample, engines.version) < TOLERANCE
 
 
-def test_an_update_that_leaves_out_part_of_a_fused_parameter_is_refused(engines: Engines) -> None:
+def test_an_update_without_a_part_of_a_fused_parameter_is_refused(engines: Engines) -> None:
     left_out = "model.layers.0.self_attn.k_proj.weight"
     weights = checkpoint_weights(engines.checkpoints[2])
     part = {name: tensor for name, tensor in weights.items() if name != left_out}
@@ -457,7 +456,7 @@ def test_an_update_that_leaves_out_part_of_a_fused_parameter_is_refused(engines:
     assert all(engines.difference(KEEP, sample, engines.version) < TOLERANCE for sample in group)
 
 
-def test_engines_write_to_their_logs_and_not_to_the_terminal(
+def test_engines_write_to_their_logs_only(
     engines: Engines, capfd: pytest.CaptureFixture[str]
 ) -> None:
     engines.groups(KEEP, [prompt_of(3)], 1)
@@ -471,6 +470,6 @@ def test_engines_write_to_their_logs_and_not_to_the_terminal(
 
 
 def test_an_engine_that_cannot_start_reports_the_reason_and_its_log(meanwhile: Meanwhile) -> None:
-    told = str(meanwhile.error)
-    assert "cause: RuntimeError: start (0) + length (64) exceeds dimension size (48)" in told
-    assert str(meanwhile.logs / "engine-7.log") in told
+    message = str(meanwhile.error)
+    assert "cause: RuntimeError: start (0) + length (64) exceeds dimension size (48)" in message
+    assert str(meanwhile.logs / "engine-7.log") in message

@@ -1,5 +1,5 @@
-"""An engine's choice of experts comes with its samples, and the trainer that replays it agrees with
-the engine."""
+"""Experts that an engine records with its samples, and the agreement of a trainer that replays
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.engine
 
 LAYERS, EXPERTS, CHOSEN = 4, 16, 4
 ROW = LAYERS * CHOSEN
-"""Bytes of a token."""
+"""Bytes per token."""
 
 
 @pytest.fixture(scope="module")
@@ -56,41 +56,45 @@ def engines(in_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def experts(of: Sample | PartialResponse) -> np.ndarray:
-    """[tokens but the last, layers, experts per token]."""
+    """Return the recorded experts, [tokens without the last, layers, experts per token]."""
     assert of.routed_experts is not None
     return np.frombuffer(of.routed_experts, dtype=np.uint8).reshape(-1, LAYERS, CHOSEN)
 
 
 def cut(engines: Engines, version: int | None = None) -> tuple[list, dict[str, PartialResponse]]:
-    """Requests, and what some of them had sampled when they were cut: by `version` last, if any."""
+    """Abort requests. Return those that had sampled tokens, with their prefixes, and the prefixes
+    by request. `version`: checkpoint that is loaded before the abort and samples the last tokens of
+    each prefix."""
     handle, prefixes = engines.handles[0], {}
-    while not prefixes:  # until some were cut in time
-        asked = engines.asked([prompt_of(9, seed) for seed in range(6)], 1)
-        submit(handle, asked)
+    while not prefixes:  # repeated until a request is aborted before its end
+        requests = engines.requests([prompt_of(9, seed) for seed in range(6)], 1)
+        submit(handle, requests)
         done = grown(handle)
         if version is not None:
             engines.publish(version)
             done |= grown(handle) | grown(handle)
-        ids = [request.id for request in asked if request.id not in done]
+        ids = [request.id for request in requests if request.id not in done]
         abort(handle, ids)
-        cuts = [one for one in outcomes(handle, ids) if isinstance(one, Aborted)]
+        aborted = [one for one in outcomes(handle, ids) if isinstance(one, Aborted)]
         prefixes = {
             one.id: one.partial
-            for one in cuts
+            for one in aborted
             if one.partial is not None
             and (version is None or len(set(one.partial.versions.tolist())) == 2)
         }
-    return [replace(one, prefix=prefixes[one.id]) for one in asked if one.id in prefixes], prefixes
+    return [
+        replace(one, prefix=prefixes[one.id]) for one in requests if one.id in prefixes
+    ], prefixes
 
 
 def of_several_turns(engines: Engines, folder: Path) -> list[Sample]:
-    """An agent's: each turn brings the experts of what was put behind the one before, and of its
-    second segment all."""
+    """Return samples of an agent. A turn records the experts of the tokens since the previous turn;
+    the first turn of a segment records those of all its tokens."""
     (handle,) = engines.handles
     (folder / "go").touch()
     give_environment(handle, AGENT, template=WORDY)
     prompts = [prompt_of(20, seed, folder=str(folder)) for seed in range(8)]
-    samples = sampled(handle, engines.asked(prompts, 1))
+    samples = sampled(handle, engines.requests(prompts, 1))
     take_environment(handle)
     for sample in samples:
         assert sample.valid
@@ -99,10 +103,10 @@ def of_several_turns(engines: Engines, folder: Path) -> list[Sample]:
     return samples
 
 
-def test_the_engines_choice_replayed_brings_the_log_probs_together(
+def test_replaying_the_engines_experts_makes_the_log_probs_agree(
     engines: Engines, tmp_path: Path
 ) -> None:
-    # Long enough for the others of a group to find the prompt in the cache.
+    # Longer than a cache block, so that the other samples of a group use the cached prompt.
     groups = engines.groups(0, [prompt_of(140 + seed, seed) for seed in range(6)], 4)
     samples = [sample for group in groups for sample in group]
     rest, _ = cut(engines)
@@ -111,21 +115,21 @@ def test_the_engines_choice_replayed_brings_the_log_probs_together(
     (tmp_path / "samples").write_bytes(pickle.dumps(samples))
     arguments = [tmp_path / "samples", engines.checkpoints[0], tmp_path / "found"]
     run_ranks(1, "tests.engine.routing_program", arguments)
-    found = pickle.loads((tmp_path / "found").read_bytes())
-    known = np.concatenate([sample.behavior_logprobs for sample in samples])
+    by_replay = pickle.loads((tmp_path / "found").read_bytes())
+    sampled_logprobs = np.concatenate([sample.behavior_logprobs for sample in samples])
     trained = np.concatenate([sample.loss_mask for sample in samples]) > 0
-    apart = {
-        replay: np.abs(np.concatenate(found[replay]) - known)[trained]
+    differences = {
+        replay: np.abs(np.concatenate(by_replay[replay]) - sampled_logprobs)[trained]
         for replay in ("none", "rollout")
     }
-    # The figures of docs/models.md.
-    print(found["rerouted"], {k: (v.mean(), v.max(), len(v)) for k, v in apart.items()})
-    # A row that lay a token or a layer off would be another choice nearly always.
-    assert 0.0 < found["rerouted"] < 0.1
-    assert apart["rollout"].mean() < 0.8 * apart["none"].mean()
+    # docs/models.md has these figures.
+    print(by_replay["rerouted"], {k: (v.mean(), v.max(), len(v)) for k, v in differences.items()})
+    # A row in the position of another token or layer would nearly always have other experts.
+    assert 0.0 < by_replay["rerouted"] < 0.1
+    assert differences["rollout"].mean() < 0.8 * differences["none"].mean()
 
 
-def test_a_cut_response_keeps_its_experts_across_updates(engines: Engines) -> None:
+def test_an_aborted_response_keeps_its_experts_across_updates(engines: Engines) -> None:
     rest, prefixes = cut(engines, version=1)
     engines.publish(0)
     for sample in sampled(engines.handles[0], rest):

@@ -1,7 +1,7 @@
 """Updates during responses, and engines that sleep, hang, die and restart.
 
-The tests share the two engines of conftest.py and run in order; every test that loads weights takes
-the next version, and the last ones end the engines.
+The tests share the two engines of conftest.py and run in order; every test that loads weights uses
+the next version, and the last tests end the engines.
 """
 
 import contextlib
@@ -49,68 +49,70 @@ BOTH = pytest.mark.parametrize("engine", [KEEP, RECOMPUTE], ids=["keep", "recomp
 EMPTY = Manifest(buckets=(), digests={})
 UPDATES = CHECKPOINTS - 1
 LENGTHS = ((None, FEWER), (FOURFOLD, DOUBLE), *[(FOURFOLD, FOURFOLD)] * 3)
-"""Samplings of KEEP and RECOMPUTE at each attempt to have responses sampled through the updates:
-longer ones where a busy machine sampled too many to their end before."""
+"""Sampling settings of KEEP and RECOMPUTE at each attempt to sample responses through the updates.
+Later attempts sample longer responses, because on a busy machine too many responses of the earlier
+attempts may have ended."""
 
 
 @pytest.fixture(scope="module")
 def through_updates(engines: Engines) -> dict[int, list[Sample]]:
-    """Responses of each engine that were sampled by four different weights; others are asked where
-    too many finished before the last of these came."""
-    found: dict[int, list[Sample]] = {KEEP: [], RECOMPUTE: []}
+    """Responses of each engine that four versions sampled. Responses are requested again if too
+    many finished before the last update."""
+    through: dict[int, list[Sample]] = {KEEP: [], RECOMPUTE: []}
     for samplings in LENGTHS:
         prompts = [prompt_of(20, seed) for seed in range(6)]
-        asked = {
-            engine: engines.asked(prompts, 2, sampling=sampling)
+        requests = {
+            engine: engines.requests(prompts, 2, sampling=sampling)
             for engine, sampling in zip((KEEP, RECOMPUTE), samplings, strict=True)
         }
         for engine, handle in enumerate(engines.handles):
-            submit(handle, asked[engine])
+            submit(handle, requests[engine])
         done: list[set[str]] = [set(), set()]
         for checkpoint in range(1, UPDATES + 1):
             for engine, handle in enumerate(engines.handles):
                 done[engine] |= grown(handle)
             engines.publish(checkpoint)
         for engine, handle in enumerate(engines.handles):
-            ids = [request.id for request in asked[engine] if request.id not in done[engine]]
+            ids = [request.id for request in requests[engine] if request.id not in done[engine]]
             samples = [sample for sample in outcomes(handle, ids) if isinstance(sample, Sample)]
-            found[engine] += [s for s in samples if len(set(s.versions.tolist())) == UPDATES + 1]
-        if min(map(len, found.values())) >= 2:
-            return found
-    pytest.fail(f"{len(LENGTHS)} times, too few responses were sampled through the updates")
+            through[engine] += [s for s in samples if len(set(s.versions.tolist())) == UPDATES + 1]
+        if min(map(len, through.values())) >= 2:
+            return through
+    pytest.fail(f"in {len(LENGTHS)} attempts, too few responses were sampled through the updates")
 
 
-def apart(sample: Sample, start: int, end: int, reference: torch.Tensor) -> float:
+def difference(sample: Sample, start: int, end: int, reference: torch.Tensor) -> float:
     return float(
         (torch.from_numpy(sample.behavior_logprobs[start:end].copy()) - reference).abs().max()
     )
 
 
 def alone(engines: Engines, sample: Sample, version: int, start: int, end: int) -> torch.Tensor:
-    """Log-probs of tokens start to end under one version, which has read the prompt and the
-    response so far itself."""
+    """Return the log-probs of the tokens `start` to `end` if the weights of `version` compute all
+    keys and values."""
     ids = sample.response_ids.tolist()
     return engines.reference(version).logprobs(sample.prompt.token_ids, ids[:end], TEMPERATURE)[
         start:
     ]
 
 
-def test_recomputed_every_token_has_the_logprob_of_the_weights_that_sampled_it(
+def test_with_recompute_every_token_has_the_logprob_of_the_weights_that_sampled_it(
     engines: Engines, through_updates: dict[int, list[Sample]]
 ) -> None:
-    under_others = []
+    under_previous = []
     for sample in through_updates[RECOMPUTE]:
         for version, start, end in spans(sample):
             assert (
-                apart(sample, start, end, alone(engines, sample, version, start, end)) < TOLERANCE
+                difference(sample, start, end, alone(engines, sample, version, start, end))
+                < TOLERANCE
             )
             if version:
                 before = alone(engines, sample, version - 1, start, end)
-                under_others.append(apart(sample, start, end, before))
-    assert max(under_others) > 0.1, "the weights before them would do as well"
+                under_previous.append(difference(sample, start, end, before))
+    assert max(under_previous) > 0.1, "the previous weights must have other log-probs"
 
 
-def test_recomputed_they_are_the_trainers_too(
+def test_with_recompute_logprobs_equal_the_trainers(
     engines: Engines, through_updates: dict[int, list[Sample]], tmp_path: Path
 ) -> None:
     samples = through_updates[RECOMPUTE][:2]
@@ -122,41 +124,41 @@ def test_recomputed_they_are_the_trainers_too(
         *engines.checkpoints,
     ]
     run_ranks(1, "tests.engine.trainer_program", arguments)
-    found = pickle.loads((tmp_path / "logprobs").read_bytes())
+    logprobs = pickle.loads((tmp_path / "logprobs").read_bytes())
     for row, sample in enumerate(samples):
         for version, start, end in spans(sample):
             under = torch.from_numpy(
-                found[str(engines.checkpoints[engines.of_version[version]])][row]
+                logprobs[str(engines.checkpoints[engines.of_version[version]])][row]
             )
-            assert apart(sample, start, end, under[start:end]) < TOLERANCE
+            assert difference(sample, start, end, under[start:end]) < TOLERANCE
 
 
-def test_kept_every_token_has_the_logprob_of_its_weights_over_the_cache_of_the_weights_before(
+def test_with_keep_every_token_has_the_logprob_of_its_weights_over_the_earlier_cache(
     engines: Engines, through_updates: dict[int, list[Sample]]
 ) -> None:
-    by_themselves = []
+    recomputed = []
     for sample in through_updates[KEEP]:
-        over = engines.over_kept_caches(KEEP, sample)
+        expected = engines.over_kept_caches(KEEP, sample)
         for version, start, end in spans(sample):
-            assert apart(sample, start, end, over[start:end]) < TOLERANCE
-            by_itself = apart(sample, start, end, alone(engines, sample, version, start, end))
+            assert difference(sample, start, end, expected[start:end]) < TOLERANCE
+            to_alone = difference(sample, start, end, alone(engines, sample, version, start, end))
             if start == 0:
-                assert by_itself < TOLERANCE
+                assert to_alone < TOLERANCE
             else:
-                by_themselves.append(by_itself)
-    assert max(by_themselves) > 0.1, "a cache of the same weights would do as well"
+                recomputed.append(to_alone)
+    assert max(recomputed) > 0.1, "a recomputed cache must have other log-probs"
 
 
 @BOTH
-def test_weights_come_over_a_communicator_while_the_engine_samples(
+def test_weights_arrive_over_a_communicator_while_the_engine_samples(
     engines: Engines, engine: int
 ) -> None:
     handle, spec = engines.handles[engine], engines.specs[engine]
     sender = Sender("127.0.0.1", torch.device("cpu"), 400.0)
     meeting = sender.open(spec.rollout.workers)
-    asked = engines.asked([prompt_of(20)], 2, sampling=FEWER)
-    submit(handle, asked)
-    left = {request.id for request in asked}
+    requests = engines.requests([prompt_of(20)], 2, sampling=FEWER)
+    submit(handle, requests)
+    remaining = {request.id for request in requests}
     for kept in (None, engines.version + 1):
         manifest = engines.stage(2, per_bucket=5)
         version = engines.version
@@ -164,43 +166,43 @@ def test_weights_come_over_a_communicator_while_the_engine_samples(
         weight_update = WeightUpdate(meeting=meeting, version=version, manifest=manifest, kept=kept)
         call(handle, "receive", weight_update)
         copy = sender.send(meeting, version, manifest)
-        now = report(handle, 0.05)
-        assert now.state == "running"
-        left -= {sample.id for sample in finished(now)}
+        received = report(handle, 0.05)
+        assert received.state == "running"
+        remaining -= {sample.id for sample in finished(received)}
         assert set(copy.manifest.paths).isdisjoint(manifest.paths)
         assert call(handle, "update", version, copy.manifest) == manifest.digests
-    assert all(isinstance(outcome, Sample) for outcome in outcomes(handle, sorted(left)))
+    assert all(isinstance(outcome, Sample) for outcome in outcomes(handle, sorted(remaining)))
     engines.feed(engines.stage(2))
 
 
 @BOTH
 def test_a_pause_changes_no_draw(engines: Engines, engine: int) -> None:
-    """Recomputed, a response is read again from its beginning; its seed's generator must stand
-    where it stood."""
-    asked = engines.asked([prompt_of(30)], 4, 900, FEWER)
-    handle, answers = engines.handles[engine], []
+    """The test compares responses with and without pauses. An engine with `in_flight: recompute`
+    reads a response again from its beginning, and its random generator must keep its state."""
+    requests = engines.requests([prompt_of(30)], 4, 900, FEWER)
+    handle, responses = engines.handles[engine], []
     for pauses in (0, 3):
-        submit(handle, asked)
+        submit(handle, requests)
         for _ in range(pauses):
             time.sleep(0.1)
             call(handle, "pause")
             call(handle, "resume")
-        came = outcomes(handle, [request.id for request in asked])
-        answers.append([s.response_ids.tolist() for s in came if isinstance(s, Sample)])
-    assert answers[0] == answers[1]
-    assert max(len(response) for response in answers[0]) > 100
+        ended = outcomes(handle, [request.id for request in requests])
+        responses.append([s.response_ids.tolist() for s in ended if isinstance(s, Sample)])
+    assert responses[0] == responses[1]
+    assert max(len(response) for response in responses[0]) > 100
 
 
 @BOTH
-def test_an_engine_asleep_holds_its_requests_takes_weights_when_woken_and_continues(
+def test_a_sleeping_engine_keeps_its_requests_loads_weights_and_continues(
     engines: Engines, engine: int
 ) -> None:
     handle = engines.handles[engine]
-    asked = engines.asked([prompt_of(10, seed) for seed in range(4)], 1, sampling=FEWER)
-    submit(handle, asked)
+    requests = engines.requests([prompt_of(10, seed) for seed in range(4)], 1, sampling=FEWER)
+    submit(handle, requests)
     call(handle, "sleep")
     asleep, done = report(handle, 0.3), set[str]()
-    while asleep.finished.num_rows:  # they had ended before, and were still to be scored
+    while asleep.finished.num_rows:  # responses that ended before the sleep and were scored later
         done |= {sample.id for sample in finished(asleep)}
         asleep = report(handle, 2.0)
     later = report(handle, 0.3)
@@ -213,7 +215,7 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_when_woken_and_contin
         ("resume", "cannot resume: it is asleep"),
         ("sleep", "cannot sleep: it is asleep"),
         ("wake", "cannot wake cache", ("cache",)),
-        ("update", "cannot load weights: they are asleep", version, EMPTY),
+        ("update", "cannot load weights: their memory is asleep", version, EMPTY),
     ):
         refused(handle, refusal, method, *arguments)
     call(handle, "wake", ("weights",))
@@ -221,48 +223,52 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_when_woken_and_contin
     assert report(handle, 0.1).state == "asleep"
     manifest = stage(engines.staging, version, buckets(engines.checkpoints[0]))
     assert call(handle, "update", version, manifest) == manifest.digests
-    assert report(handle, 0.1).state == "asleep", "its cache sleeps"
+    assert report(handle, 0.1).state == "asleep", "the cache is asleep"
     call(handle, "wake")
     refused(handle, "cannot wake: it is awake already", "wake", None)
     engines.of_version[version] = 0
     if engine == RECOMPUTE:
         engines.version = version
-    for sample in outcomes(handle, [request.id for request in asked if request.id not in done]):
+    for sample in outcomes(handle, [request.id for request in requests if request.id not in done]):
         assert isinstance(sample, Sample)
         assert sample.versions[-1] == version
 
 
-def refused(handle: Any, why: str, method: str, *arguments: Any) -> None:
-    with pytest.raises(Exception, match=why):
+def refused(handle: Any, reason: str, method: str, *arguments: Any) -> None:
+    with pytest.raises(Exception, match=reason):
         call(handle, method, *arguments)
 
 
-def test_a_cut_response_continues_on_another_engine_with_its_versions_and_logprobs(
+def test_an_aborted_response_continues_on_another_engine_with_its_versions_and_logprobs(
     engines: Engines,
 ) -> None:
-    first, then = engines.handles[KEEP], engines.handles[RECOMPUTE]
+    first, second = engines.handles[KEEP], engines.handles[RECOMPUTE]
     through: set[str] = set()
-    while not through:  # until some were cut after the update that they ran through
-        asked = engines.asked([prompt_of(12, seed) for seed in range(6)], 1)
-        submit(first, asked)
+    while not through:  # repeated until a response is aborted after the update, not before
+        requests = engines.requests([prompt_of(12, seed) for seed in range(6)], 1)
+        submit(first, requests)
         done = grown(first)
         engines.publish(1)
         done |= grown(first) | grown(first)
-        ids = [request.id for request in asked if request.id not in done]
+        ids = [request.id for request in requests if request.id not in done]
         abort(first, ids)
-        cuts = {
+        prefixes = {
             one.id: one.partial
             for one in outcomes(first, ids)
             if isinstance(one, Aborted) and one.partial is not None
         }
-        through = {one for one, prefix in cuts.items() if len(set(prefix.versions.tolist())) == 2}
+        through = {
+            one for one, prefix in prefixes.items() if len(set(prefix.versions.tolist())) == 2
+        }
     before = engines.version
     engines.publish(3)
-    again = [
-        replace(request, prefix=cuts[request.id]) for request in asked if request.id in through
+    continued = [
+        replace(request, prefix=prefixes[request.id])
+        for request in requests
+        if request.id in through
     ]
-    for sample in sampled(then, again):
-        prefix = cuts[sample.id]
+    for sample in sampled(second, continued):
+        prefix = prefixes[sample.id]
         assert prefix is not None
         length = len(prefix.response_ids)
         assert sample.response_ids[:length].tolist() == prefix.response_ids.tolist()
@@ -273,7 +279,7 @@ def test_a_cut_response_continues_on_another_engine_with_its_versions_and_logpro
         ]
         assert sample.length > length
         assert (
-            apart(
+            difference(
                 sample,
                 length,
                 sample.length,
@@ -283,7 +289,7 @@ def test_a_cut_response_continues_on_another_engine_with_its_versions_and_logpro
         )
 
 
-def test_an_engine_that_dies_at_an_update_reports_it_and_its_successor_loads_the_staged_version(
+def test_an_engine_that_dies_during_an_update_reports_it_and_a_new_engine_loads_the_version(
     engines: Engines,
 ) -> None:
     import ray
@@ -294,16 +300,16 @@ def test_an_engine_that_dies_at_an_update_reports_it_and_its_successor_loads_the
         core_of(engines.specs[KEEP].log),
     )
     manifest = engines.stage(2, per_bucket=5)
-    asked = engines.asked([prompt_of(8)], 2)
-    core.suspend()  # or it could be through with them, or the update, before it is killed
-    submit(handle, asked)
+    requests = engines.requests([prompt_of(8)], 2)
+    core.suspend()  # otherwise it could complete the requests or the update before the kill
+    submit(handle, requests)
     update = handle.update.remote(engines.version, manifest)
     engines.feed(manifest, [RECOMPUTE])
     core.kill()
     with pytest.raises(ray.exceptions.RayTaskError, match="the vLLM process of engine-0 died"):
         ray.get(update, timeout=400)
     with pytest.raises(ray.exceptions.RayTaskError) as failure:
-        outcomes(handle, [request.id for request in asked])
+        outcomes(handle, [request.id for request in requests])
     assert (
         f"the vLLM process of engine-0 died while it worked on 2 responses; see {spec.log}"
         in str(remote_cause(failure.value))
@@ -320,7 +326,7 @@ def test_an_engine_that_dies_at_an_update_reports_it_and_its_successor_loads_the
             assert engines.difference(engine, sample, engines.version, sampling=SHORT) < TOLERANCE
 
 
-def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_kill(
+def test_an_engine_that_hangs_is_silent_and_no_process_outlives_its_kill(
     engines: Engines,
 ) -> None:
     import ray
@@ -329,20 +335,20 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
     workers = workers_of(engines.specs[RECOMPUTE].log)
     assert len(workers) == 2
     while report(engines.handles[RECOMPUTE], 0.1).silent_s > 2:
-        pass  # a busy machine may keep it waiting, but not forever
+        pass  # a busy machine may delay the reply, but not forever
     core.send_signal(signal.SIGSTOP)
     while report(engines.handles[RECOMPUTE], 0.1).silent_s <= 5:
-        pass  # it grows now
+        pass  # the silence must grow from now on
     stopped = [core, actor, *workers, *actor.children(recursive=True)]
     for process in stopped:
         process.send_signal(signal.SIGSTOP)
     core.kill()
     _, alive = psutil.wait_procs(workers, timeout=300)
-    assert not alive, "a worker ends with the process that started it, without a hand of its own"
+    assert not alive, "a stopped worker ends with the process that started it"
     ray.kill(engines.handles[RECOMPUTE])
     for process in stopped:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.resume()  # what calls rewards looks for its engine itself
+            process.resume()  # processes of rewards notice themselves that the engine has ended
     _, alive = psutil.wait_procs(stopped, timeout=300)
     assert not alive
 

@@ -24,29 +24,34 @@ def test_spans_become_one_version_for_each_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("completed", "why"),
     [
-        (completion(), r"tokens \[0, 1, 2, 3\] of 4 carry no weight version"),
-        (completion(("3", 0, 1), ("4", 2, 4)), r"tokens \[1\] of 4 carry no weight version"),
-        (completion(("default", 0, 4)), "'default', which is not a number"),
+        (completion(), r"no weight version for tokens \[0, 1, 2, 3\] of 4"),
+        (completion(("3", 0, 1), ("4", 2, 4)), r"no weight version for tokens \[1\] of 4"),
+        (completion(("default", 0, 4)), "'default' for tokens 0 to 4; versions must be numbers"),
     ],
     ids=["no spans", "a gap", "a label"],
 )
-def test_a_token_without_a_numbered_version_is_refused(said: SimpleNamespace, why: str) -> None:
+def test_a_token_without_a_numbered_version_is_refused(
+    completed: SimpleNamespace, why: str
+) -> None:
     from megatron_async_rl.rollout.vllm.client import token_versions
 
     with pytest.raises(RuntimeError, match=why):
-        token_versions(said)  # type: ignore[arg-type]
+        token_versions(completed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("flat", "why"),
     [
-        (None, "no log-probs of the 4 tokens"),
-        (SimpleNamespace(token_ids=[0, 1, 2], logprobs=[-1.0] * 3), "no log-probs of the 4 tokens"),
+        (None, "of the 4 tokens that it sampled, but none"),
+        (
+            SimpleNamespace(token_ids=[0, 1, 2], logprobs=[-1.0] * 3),
+            r"of the 4 tokens that it sampled, but those of tokens \[0, 1, 2\]",
+        ),
         (
             SimpleNamespace(token_ids=[0, 1, 2, 9], logprobs=[-1.0] * 4),
-            "no log-probs of the 4 tokens",
+            r"of the 4 tokens that it sampled, but those of tokens \[0, 1, 2, 9\]",
         ),
         (
             SimpleNamespace(token_ids=[0, 1, 2, 3], logprobs=[-1.0, float("-inf"), -1.0, -1.0]),

@@ -1,4 +1,5 @@
-"""An engine over four workers, two stages of two, where each has half of its stage's experts."""
+"""Engine with four workers: two pipeline stages of two workers, which have half of the experts of
+their stage each."""
 
 from __future__ import annotations
 
@@ -44,17 +45,17 @@ def engines(in_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield started
 
 
-def test_it_samples_by_new_weights_as_one_worker_would_and_proves_each_part(
+def test_four_workers_sample_with_new_weights_like_one_and_verify_every_part(
     engines: Engines,
 ) -> None:
     (handle,) = engines.handles
     through: list[Sample] = []
-    while not through:  # until the update came before the end of some
-        asked = engines.asked([prompt_of(9, seed) for seed in range(6)], 2)
-        submit(handle, asked)
+    while not through:  # repeated until a response continues after the update
+        requests = engines.requests([prompt_of(9, seed) for seed in range(6)], 2)
+        submit(handle, requests)
         early = grown(handle)
         engines.publish(1 - engines.of_version[engines.version])
-        ids = [request.id for request in asked if request.id not in early]
+        ids = [request.id for request in requests if request.id not in early]
         samples = [sample for sample in outcomes(handle, ids) if isinstance(sample, Sample)]
         through = [sample for sample in samples if len(set(sample.versions.tolist())) == 2]
     for sample in through:
@@ -63,7 +64,7 @@ def test_it_samples_by_new_weights_as_one_worker_would_and_proves_each_part(
         assert engines.difference(0, sample, new, since) < TOLERANCE
 
     kept = engines.of_version[engines.version]
-    for victim in (  # one for each worker, and what both stages have
+    for victim in (  # one weight for each worker, and a weight of both stages
         *(
             f"model.layers.{n}.mlp.experts.{e}.up_proj.weight"
             for n in (0, 1)

@@ -1,7 +1,7 @@
-"""The trainer's log-probs of given samples under each of several checkpoints; one rank.
+"""Compute the trainer's log-probs of samples under each of several checkpoints, in one rank.
 
-Arguments: a pickle of samples, the temperature, where to write {checkpoint: [log-probs of each
-sample]}, the checkpoints.
+Arguments: a pickle of samples, the temperature, the file for the results ({checkpoint: [log-probs
+of each sample]}), and the checkpoints.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A rollout engine that is a coroutine: it answers requests after delays, aborts them on request,
-takes weights, and fails in every way one can."""
+"""Stand-in for a rollout engine without vLLM: it finishes requests after delays, aborts requests,
+loads weights, and fails in all ways in which an engine can fail."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def manifest(version: int) -> Manifest:
 
 
 class FakeEngine:
-    """`delay(request)`: seconds until it is answered, and longer while `gate` is closed.
-    `version`: the weights it holds.
-    `started(request, version)`: the version of its first token. `before_update(version)`: awaited
-    before weights are taken; what it raises, the update raises. `before`: the same by the name of a
-    call, as in `calls`, for those that sleep and wake."""
+    """Stand-in for an engine.
+
+    `delay(request)`: seconds until the request finishes; requests also wait while `gate` is closed.
+    `version`: version of its weights. `started(request, version)`: returns the version of the first
+    token. `before_update(version)`: awaited before weights are loaded; its exceptions propagate.
+    `before`: the same for calls of `sleep` and `wake`, by their names in `calls`."""
 
     def __init__(self, delay: Callable[[Request], float] = lambda request: 0.0) -> None:
         self.delay = delay
@@ -50,7 +51,7 @@ class FakeEngine:
         self.aborts: list[str] = []
         self.updates: list[int] = []
         self.buckets: list[str] = []
-        """Paths of the update that began last."""
+        """Paths of the buckets of the last update."""
         self.calls: list[str] = []
         self.maximum = 0
         self.started: Callable[[Request, int], int] = lambda request, version: version
@@ -58,17 +59,17 @@ class FakeEngine:
         self.alter: Callable[[Sample], Sample] = lambda sample: sample
         self.before_update: Callable[[int], object] | None = None
         self.spoil = False
-        """It loads other weights than were sent."""
+        """True: an update loads other weights than were sent."""
         self.failure: BaseException | None = None
         self.refuses: Exception | None = None
         self.wedged = False
         self.sleeping: set[str] = set()
         self.before: dict[str, Callable[[], Awaitable[object]]] = {}
         self.deaf = False
-        """It does not answer to an abort."""
+        """True: aborts are ignored."""
         self.killed = False
         self.ended = asyncio.Event()
-        """Its processes have, once it is killed."""
+        """Set once the processes of a killed engine have ended."""
         self.ended.set()
         self.silent_s = 0.0
         self.sampling = False
@@ -78,14 +79,14 @@ class FakeEngine:
         self._news = asyncio.Event()
 
     def groups(self) -> list[int]:
-        """Asked for, in order, each once."""
+        """Return the groups of the requests, in order, each once."""
         return list(dict.fromkeys(request.group for request in self.asked))
 
     async def submit(self, requests: Sequence[Request]) -> None:
         if self.refuses is not None:
             raise self.refuses
         for request in requests:
-            assert request.id not in self._running, f"{request.id} was asked twice"
+            assert request.id not in self._running, f"{request.id} was requested twice"
             self.asked.append(request)
             self.versions.append(self.version)
             self._start[request.id] = self.started(request, self.version)
@@ -109,7 +110,7 @@ class FakeEngine:
     async def update(
         self, version: int, manifest: Manifest, first: bool = True, last: bool = True
     ) -> dict[str, str]:
-        assert "weights" not in self.sleeping, "it was to load, and its weights sleep"
+        assert "weights" not in self.sleeping, "weights cannot be loaded while they are asleep"
         if first:
             self.calls.append(f"update {version}")
             self.buckets = []
@@ -125,13 +126,13 @@ class FakeEngine:
         return {name: "?" if self.spoil else digest for name, digest in manifest.digests.items()}
 
     async def sleep(self) -> None:
-        assert not self.sleeping, "it was to sleep, and is asleep"
+        assert not self.sleeping, "the engine is asleep already"
         await self._call("sleep")
         self.sleeping = {"weights", "kv_cache"}
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
         waking = self.sleeping if tags is None else set(tags)
-        assert waking, "it was to wake, and is awake"
+        assert waking, "the engine is awake already"
         await self._call("wake weights" if "weights" in waking else "wake cache")
         self.sleeping = self.sleeping - waking
 
@@ -214,8 +215,8 @@ class FakeEngine:
 
 
 class FakeLaunch:
-    """Starts `engines[index]`, then whatever `again(index)` makes. `failures`: raised by starts, in
-    order, before anything else."""
+    """Launch of stand-ins. The first start of an index returns `engines[index]`, later starts
+    return `again(index)`. `failures`: exceptions that the first starts raise, in order."""
 
     def __init__(
         self,
@@ -227,7 +228,7 @@ class FakeLaunch:
         self.again = again or (lambda index: FakeEngine(self.engines[index].delay))
         self.failures = list(failures)
         self.make: Callable[[int], FakeEngine] = lambda index: FakeEngine()
-        """Engines that join."""
+        """Factory of the engines that join."""
         self.starts: list[tuple[int, bool]] = []
         self._began = set[int]()
 

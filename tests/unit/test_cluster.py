@@ -1,5 +1,6 @@
-"""The trainer's GPUs are handed to no other job, by a Ray of our own and on a cluster that was
-there before. Without a GPU: a Ray that is configured with four, and two on another machine."""
+"""Ray assigns the trainer's GPUs to no other job, on a cluster that the run started and on an
+existing cluster. The tests need no GPU: they configure Ray with four GPUs on one machine and two on
+another."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from megatron_async_rl.rollout.cluster import (
     prepare_environment,
     require_software,
     software,
-    unlike,
+    software_differences,
 )
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -111,7 +112,7 @@ ray.init = lambda **settings: None
 os.environ["RAY_ADDRESS"] = machines.address
 found = {}
 for taken in map(int, sys.argv[1:]):
-    cluster.RESERVE_S = 600.0 if taken <= 2 else 2.0  # they are never free: no use to wait
+    cluster.RESERVE_S = 600.0 if taken <= 2 else 2.0  # 3 of 4: two are never free
     found[taken] = outcome(taken)
     deadline = time.monotonic() + 600
     while free() < 6:
@@ -138,8 +139,8 @@ machines.shutdown()
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict[str, object]]:
-    """Outcomes of a trainer with two ranks, by the number of GPUs that others had taken before,
-    one after the other in one Ray."""
+    """Outcomes of a trainer with two ranks, by the number of GPUs that other jobs hold. One Ray
+    cluster runs them one after another."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "0", "1", "3"],
         cwd=ROOT,
@@ -163,38 +164,38 @@ def test_an_engine_gets_none_of_the_gpus_that_ranks_use_on_any_machine(
 @pytest.mark.parametrize(
     ("taken", "reason"),
     [
-        ("1", "of first, and Ray has assigned some of them to others; these are free: 1, 2"),
+        ("1", "of first, and Ray has assigned some of them to other jobs; free GPUs: 1, 2"),
         ("3", "no 2 free GPUs on first"),
     ],
 )
-def test_a_trainer_whose_gpus_others_have_does_not_start(
+def test_a_trainer_does_not_start_while_other_jobs_hold_its_gpus(
     outcomes: dict[str, dict[str, object]], taken: str, reason: str
 ) -> None:
     assert reason in str(outcomes[taken]["error"])
 
 
 @thorough
-def test_a_colocated_engine_that_ray_places_on_no_ranks_gpu_does_not_start(
+def test_a_colocated_engine_does_not_start_on_a_gpu_without_a_rank(
     outcomes: dict[str, dict[str, object]],
 ) -> None:
     refused = outcomes["colocated"]
     assert (refused["own"], refused["more"]) == (None, None)
     host = socket.gethostname()
-    assert f"Ray placed engine-0 on GPU 1 of {host}, which no rank has" in str(refused["one"])
-    assert f"of {host}, which no rank has; the ranks have GPU 0 of second" in str(refused["none"])
+    assert f"Ray placed engine-0 on GPU 1 of {host}, which no rank uses" in str(refused["one"])
+    assert f"of {host}, which no rank uses; the ranks use GPU 0 of second" in str(refused["none"])
 
 
 @looped(
-    ("given", "ranks", "refused"),
+    ("assigned", "ranks", "refused"),
     [
         (["0", "1"], {"here": ["1", "0"]}, ""),
         (["0"], {}, ""),
-        (["1"], {"here": ["0"]}, "engine-0 on GPU 1 of here, which no rank has; the ranks have"),
-        (["0"], {"second": ["0"]}, "of here, which no rank has; the ranks have GPU 0 of second"),
+        (["1"], {"here": ["0"]}, "engine-0 on GPU 1 of here, which no rank uses; the ranks use"),
+        (["0"], {"second": ["0"]}, "of here, which no rank uses; the ranks use GPU 0 of second"),
     ],
 )
-def test_a_colocated_engine_on_a_gpu_that_no_rank_has_is_refused_before_vllm_starts(
-    given: list[str],
+def test_a_colocated_engine_on_a_gpu_without_a_rank_is_refused_before_vllm_starts(
+    assigned: list[str],
     ranks: dict[str, list[str]],
     refused: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -205,11 +206,11 @@ def test_a_colocated_engine_on_a_gpu_that_no_rank_has_is_refused_before_vllm_sta
         started.append(engine.spec.name)
 
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(cluster, "given_gpus", lambda: given)
+    monkeypatch.setattr(cluster, "assigned_gpus", lambda: assigned)
     monkeypatch.setattr(RolloutEngine, "_start", start)
     watch = SimpleNamespace(phase=lambda *_: nullcontext(), fact=lambda *_: None)
     monkeypatch.setattr(engine_module, "watch", watch)
-    # Its constructor would take over this process: its output, name and watchdog.
+    # The constructor would replace the output, the name and the watchdog of this process.
     engine = object.__new__(RolloutEngine)
     engine.spec = replace(specs(1)[0], gpus=ranks)
     with pytest.raises(OtherDevices, match=refused) if refused else nullcontext():
@@ -221,18 +222,18 @@ def test_colocated_engines_receive_the_gpus_of_the_ranks(tmp_path: Path) -> None
     config, ranks = load(write_run(tmp_path)), {"a": ["0"], "b": ["3"]}
     assert config.rollout is not None
 
-    def told(engines: int, placement: str) -> object:
+    def gpus_of_first(engines: int, placement: str) -> object:
         changes = {"engines": engines, "placement": placement}
         rollout = config.rollout.model_copy(update=changes)  # type: ignore[union-attr]
         spec = controller_spec(config.model_copy(update={"rollout": rollout}), "cuda", ranks)
         return spec.engines[0].gpus
 
-    assert told(2, "colocated") == ranks
-    # More than there are ranks need others, too.
-    assert (told(3, "colocated"), told(2, "disaggregated")) == ({}, {})
+    assert gpus_of_first(2, "colocated") == ranks
+    # With more engines than ranks, some engines need other GPUs.
+    assert (gpus_of_first(3, "colocated"), gpus_of_first(2, "disaggregated")) == ({}, {})
 
 
-def test_a_checkout_and_its_wheel_are_one_version_and_an_edited_one_another(
+def test_a_checkout_and_its_wheel_have_one_digest_and_an_edited_one_another(
     tmp_path: Path,
 ) -> None:
     checkout, wheel = tmp_path / "checkout", tmp_path / "wheel"
@@ -245,17 +246,19 @@ def test_a_checkout_and_its_wheel_are_one_version_and_an_edited_one_another(
     assert digest_of(checkout) != digest_of(wheel)
 
 
-def test_a_ray_of_our_own_sees_none_of_the_trainers_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_of_the_run_does_not_see_the_trainers_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[str] = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0,2")
     monkeypatch.setattr(ray, "init", lambda **_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
     assert join_ray({socket.gethostname(): ["3", "1"], "elsewhere": ["0", "2"]}) == []
     join_ray({}, shared=["1", "0"])
-    assert seen == ["0,2", "1,0"], "the ranks', and no other"
+    assert seen == ["0,2", "1,0"], "GPUs that ranks do not use; GPUs that ranks and engines share"
 
 
-def test_a_ray_of_our_own_and_so_its_engines_lack_the_one_queue_of_the_ranks(
+def test_a_cluster_of_the_run_does_not_inherit_the_single_queue_of_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[str | None] = []
@@ -266,7 +269,7 @@ def test_a_ray_of_our_own_and_so_its_engines_lack_the_one_queue_of_the_ranks(
     assert (seen, os.environ[CONNECTIONS]) == ([None], "1")
 
 
-def test_a_cluster_that_refuses_every_client_is_named_with_the_setting(
+def test_the_error_of_an_unreachable_cluster_names_the_address_and_the_token_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuses(**_: object) -> None:
@@ -286,14 +289,14 @@ def test_engines_keep_the_priority_of_the_run() -> None:
     assert (given["RAY_worker_niceness"], own["RAY_worker_niceness"]) == ("5", "0")
 
 
-def test_what_the_run_can_import_can_be_imported_on_the_cluster_before_what_is_there() -> None:
-    handed = inherited({"PYTHONPATH": "/lib:own::/run", "HOME": "/root"}, "/run")
-    assert handed == {"PYTHONPATH": "/run:/lib:/run/own:${PYTHONPATH}"}
+def test_the_runs_module_path_precedes_the_clusters_own() -> None:
+    variables = inherited({"PYTHONPATH": "/lib:own::/run", "HOME": "/root"}, "/run")
+    assert variables == {"PYTHONPATH": "/run:/lib:/run/own:${PYTHONPATH}"}
     assert inherited({}, "/run") == {"PYTHONPATH": "/run:${PYTHONPATH}"}
 
 
 class Nodes:
-    """A cluster of three machines; the first of `alive` is rank 0's."""
+    """Cluster with the machines `alive` and `dead`; the first of `alive` is rank 0's machine."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, alive: str, dead: str = "") -> None:
         nodes = [{"NodeID": node * 56, "Alive": node not in dead} for node in alive + dead]
@@ -312,12 +315,12 @@ def test_engines_that_read_shared_memory_are_on_rank_0s_machine(
     nodes = Nodes(monkeypatch, "bac")
     assert [nodes.of(spec) for spec in specs(3)] == ["only b"] * 3
     assert [nodes.of(spec, device="cuda") for spec in specs(3)] == ["only b"] * 3
-    lent = {"transport": "cuda_ipc", "device": "cuda"}
-    assert [nodes.of(spec, **lent) for spec in specs(3)] == ["only b"] * 3
+    cuda_ipc = {"transport": "cuda_ipc", "device": "cuda"}
+    assert [nodes.of(spec, **cuda_ipc) for spec in specs(3)] == ["only b"] * 3
 
 
 @pytest.mark.parametrize("transport", ["relay", "collective"])
-def test_elsewhere_engines_are_divided_over_the_machines_that_live(
+def test_engines_of_other_carriers_are_distributed_over_the_machines_alive(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes(monkeypatch, "bac", dead="d")
@@ -329,24 +332,24 @@ def test_elsewhere_engines_are_divided_over_the_machines_that_live(
 def test_an_engine_on_a_machine_with_other_versions_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wanted = software()
-    require_software(wanted)
+    expected = software()
+    require_software(expected)
     require_software({})
-    require_software(wanted | {FILES: "edited since"})
-    monkeypatch.setattr(cluster, "software", lambda: wanted | {"torch": "2.12.0"})
-    differs = rf"torch 2\.12\.0 here and {re.escape(wanted['torch'])} there"
+    require_software(expected | {FILES: "edited since"})
+    monkeypatch.setattr(cluster, "software", lambda: expected | {"torch": "2.12.0"})
+    differs = rf"torch 2\.12\.0 here and {re.escape(expected['torch'])} there"
     with pytest.raises(OtherSoftware, match=rf"{socket.gethostname()} has other .*: {differs}\."):
-        require_software(wanted)
+        require_software(expected)
 
 
-def test_the_software_of_machines_is_compared_by_versions_and_by_this_packages_files() -> None:
+def test_software_is_compared_by_versions_and_by_this_packages_files() -> None:
     here = software()
     assert {"Python", "megatron-async-rl", "torch", "megatron-core", "ray"} <= here.keys()
-    assert unlike(here, dict(here)) == ""
+    assert software_differences(here, dict(here)) == ""
     edited = here | {FILES: "0"}
-    assert unlike(here, edited) == f"{FILES} {here[FILES]} here and 0 there"
+    assert software_differences(here, edited) == f"{FILES} {here[FILES]} here and 0 there"
     older = {name: version for name, version in here.items() if name != "ray"}
-    assert unlike(here, older) == f"ray {here['ray']} here and unknown there"
+    assert software_differences(here, older) == f"ray {here['ray']} here and unknown there"
 
 
 def test_rank_0_knows_the_gpus_of_all_ranks_by_host(monkeypatch: pytest.MonkeyPatch) -> None:

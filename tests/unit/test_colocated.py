@@ -435,7 +435,7 @@ def test_memory_that_ran_out_names_its_phase_the_largest_holders_and_keys(
     raised = pickle.loads(pickle.dumps(error(tmp_path)))
     found = memory_ran_out(raised, config, "train", lambda: held, on_cpu=False)
     assert found is not None
-    holds = f"in phase {phase}; this rank's holds parameters 3.0 GiB, gradients 1.0 GiB. It was: "
+    holds = f"in phase {phase}; this rank's holds parameters 3.0 GiB, gradients 1.0 GiB. Error: "
     assert holds + described(raised).partition("\n")[0] in str(found)
     assert ("Free memory" in str(found)) == (key in "rollout.gpu_memory_utilization: 0.75")
     assert key in found.fix

@@ -1,5 +1,5 @@
-"""The container command of docs/one_gpu_node.md mounts what its config reads and writes, and gives
-the weights the shared memory that the plan counts."""
+"""The container command of docs/one_gpu_node.md mounts the files of its config and reserves the
+shared memory that the plan counts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shape(tmp_path: Path, name: str) -> ModelShape:
 
 
 def needed(tmp_path: Path, name: str, file: Path | None = None) -> tuple[int, str]:
-    """Bytes of weights in /dev/shm, and Docker's option."""
+    """Return the bytes of weights in /dev/shm, and Docker's option."""
     model = shape(tmp_path, name)
     config = load(file or write_run(tmp_path), ["model.dtype=bfloat16"])
     engine = engine_memory(config, model, on_gpu=True)
@@ -66,26 +66,26 @@ def math_yaml() -> str:
     return str(text)
 
 
-def test_every_model_of_the_table_is_there() -> None:
+def test_the_table_lists_every_model() -> None:
     assert [name for name, _, _ in ROWS] == list(QWEN3)
 
 
 @pytest.mark.parametrize(("name", "versions", "option"), ROWS)
-def test_shared_memory_is_that_of_the_plan(
+def test_the_documented_shared_memory_is_that_of_the_plan(
     tmp_path: Path, name: str, versions: str, option: str
 ) -> None:
     weights, wanted = needed(tmp_path, name)
     assert (f"{weights / GIB:.1f}", option) == (versions, wanted)
 
 
-def test_the_command_gives_its_configs_model_its_shared_memory(tmp_path: Path) -> None:
+def test_the_command_reserves_enough_shared_memory_for_its_config(tmp_path: Path) -> None:
     (option,) = (word for word in command() if word.startswith("--shm-size="))
     (tmp_path / "math.yaml").write_text(math_yaml())
     name = Path(yaml.safe_load(math_yaml())["model"]["path"]).name
     assert option == needed(tmp_path, name, tmp_path / "math.yaml")[1]
 
 
-def test_what_the_config_names_is_mounted_and_what_it_writes_is_the_callers() -> None:
+def test_all_files_of_the_config_are_mounted_and_written_as_the_caller() -> None:
     words = command()
     values = [words[at + 1] for at, word in enumerate(words) if word == "-v"]
     mounts = {parts[1]: parts[2:] for parts in (value.split(":") for value in values)}

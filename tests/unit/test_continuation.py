@@ -1,5 +1,4 @@
-"""A response that begins with tokens sampled before: its draws are its own, and what stops a
-response stops it too."""
+"""Continued responses: seeds, stop strings, and the record of tokens and experts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,11 +7,11 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.rollout.continuation import (
-    first,
     joined,
     recorded_from,
     sample_seed,
     stopped_length,
+    truncated,
 )
 from megatron_async_rl.samples.types import PartialResponse
 
@@ -36,8 +35,8 @@ def tokens(*values: int, version: int = 0) -> PartialResponse:
     )
 
 
-def test_experts_of_a_response_cut_twice_are_recorded_once_for_each_token() -> None:
-    """The prompt has 3 tokens; each token has 2 bytes, its position in the response twice."""
+def test_experts_of_a_response_in_three_parts_are_recorded_once_per_token() -> None:
+    """The prompt has 3 tokens. The experts of a token are 2 bytes, each with its position."""
 
     def experts(start: int, end: int) -> bytes:
         return bytes(place for place in range(start, end) for _ in range(2))
@@ -53,11 +52,11 @@ def test_experts_of_a_response_cut_twice_are_recorded_once_for_each_token() -> N
         whole = joined(whole, part)
     assert whole is not None
     assert whole.routed_experts == experts(0, 3 + 7 - 1)
-    assert first(whole, 4, prompt=3).routed_experts == experts(0, 3 + 4 - 1)
-    assert recorded_from(3, tokens(1, 2)) == 0, "what nobody recorded is asked for again"
+    assert truncated(whole, 4, prompt=3).routed_experts == experts(0, 3 + 4 - 1)
+    assert recorded_from(3, tokens(1, 2)) == 0, "a prefix without a record is recorded now"
 
 
-def test_seeds_depend_on_the_run_the_place_and_the_prefix_and_nothing_else() -> None:
+def test_seeds_depend_only_on_the_run_the_position_and_the_prefix() -> None:
     places = [
         (run, group, k, prefix)
         for run in (0, 1)
@@ -80,15 +79,15 @@ def test_seeds_depend_on_the_run_the_place_and_the_prefix_and_nothing_else() -> 
         ("this goes on", 4, None),
         ("this is the end of it", 0, 15),
     ],
-    ids=["across", "its last token alone is new", "another one", "none", "without a prefix"],
+    ids=["across", "only its last token is new", "second string", "none", "without a prefix"],
 )
-def test_a_stop_string_ends_the_response_wherever_it_stands(
+def test_a_stop_string_ends_the_response_at_any_position(
     text: str, prefix: int, length: int | None
 ) -> None:
     assert stopped_length(ids(text), prefix, STOP, decode) == length
 
 
-def test_what_was_sampled_comes_after_the_prefix() -> None:
+def test_sampled_tokens_follow_the_prefix() -> None:
     both = joined(tokens(1, 2, version=3), tokens(4, version=5))
     assert both is not None
     assert both.response_ids.tolist() == [1, 2, 4]

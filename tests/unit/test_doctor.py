@@ -1,4 +1,4 @@
-"""`mar doctor` fails for what this machine's path needs, and only advises on the rest."""
+"""`mar doctor` fails for missing parts that this machine requires, and advises on the others."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NODE = Machine(cores=64, memory=512 * GIB, shared_memory=64 * GIB, gpus=(Gpu("A"
 
 
 @pytest.fixture(autouse=True)
-def without_asking_torch(monkeypatch):
-    """Loading torch takes seconds; the end-to-end tests load it for real."""
+def without_importing_torch(monkeypatch):
+    """Importing torch takes seconds; the end-to-end tests do it."""
     monkeypatch.setattr(doctor, "_torch", lambda path: ([], None))
 
 
@@ -39,7 +39,7 @@ def exit_code(machine: Machine) -> int:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """The parts as if they were installed in just these versions."""
+    """Pretend that these versions, and no other parts, are installed."""
 
     def version(name: str) -> str:
         if name not in versions:
@@ -49,7 +49,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-TRIED = {part.distribution: part.version for part in doctor.PARTS if part.version}
+TESTED = {part.distribution: part.version for part in doctor.PARTS if part.version}
 
 
 def test_the_locked_environment_is_ready_on_a_cpu():
@@ -61,7 +61,7 @@ def test_a_cpu_needs_no_gpu_part(monkeypatch):
         monkeypatch,
         **{
             name: version
-            for name, version in TRIED.items()
+            for name, version in TESTED.items()
             if name not in ("vllm", "transformer-engine-torch")
         },
     )
@@ -71,31 +71,31 @@ def test_a_cpu_needs_no_gpu_part(monkeypatch):
 
 
 def test_a_gpu_needs_the_gpu_build_of_the_engine(monkeypatch):
-    install(monkeypatch, **{name: version for name, version in TRIED.items() if name != "vllm"})
+    install(monkeypatch, **{name: version for name, version in TESTED.items() if name != "vllm"})
     assert states(NODE)["vllm"] == "missing"
     assert exit_code(NODE) == 1
 
 
 def test_another_version_of_a_needed_part_fails(monkeypatch):
-    install(monkeypatch, **TRIED | {"torch": "2.14.0+cpu"})
+    install(monkeypatch, **TESTED | {"torch": "2.14.0+cpu"})
     assert states(LAPTOP)["torch"] == "missing"
-    install(monkeypatch, **TRIED | {"torch": "2.13.0+cpu"})
+    install(monkeypatch, **TESTED | {"torch": "2.13.0+cpu"})
     assert states(LAPTOP)["torch"] == "ok"
 
 
-def test_another_version_in_the_range_that_the_package_asks_for_is_a_note(monkeypatch):
-    asked = ["torch<2.14,>=2.13; extra == 'cpu'", "torch<9; extra == 'gpu'", "numpy"]
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: asked)
-    install(monkeypatch, **TRIED | {"torch": "2.13.1+cpu"})
+def test_an_untested_version_in_the_supported_range_is_a_note(monkeypatch):
+    declared = ["torch<2.14,>=2.13; extra == 'cpu'", "torch<9; extra == 'gpu'", "numpy"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: declared)
+    install(monkeypatch, **TESTED | {"torch": "2.13.1+cpu"})
     assert states(LAPTOP)["torch"] == "note"
     assert exit_code(LAPTOP) == 0
-    install(monkeypatch, **TRIED | {"torch": "2.14.0"})
+    install(monkeypatch, **TESTED | {"torch": "2.14.0"})
     assert states(LAPTOP)["torch"] == "missing"
     assert states(NODE)["torch"] == "note"
 
 
 def test_nothing_suggests_the_apex_of_pypi():
-    """Only a URL of NVIDIA's repository gives the right one."""
+    """NVIDIA's Apex is available from its repository only."""
     root = DOCS.parent
     files = [root / "README.md", root / "setup.py", *root.glob("Dockerfile*")]
     for folder, pattern in (
@@ -111,22 +111,22 @@ def test_nothing_suggests_the_apex_of_pypi():
             assert not named, f"{file}: {line}"
 
 
-WORN = Machine(cores=1, memory=2 * GIB, shared_memory=64 * 2**20, gpus=())
-WORN_NODE = Machine(
+FAILING_HOST = Machine(cores=1, memory=2 * GIB, shared_memory=64 * 2**20, gpus=())
+FAILING_NODE = Machine(
     cores=1,
     memory=2 * GIB,
     shared_memory=64 * 2**20,
     gpus=(Gpu("old", 80 * GIB, capability=(7, 0)),),
 )
-NOTHING_MENDS = {
-    "a processor without": {"AVX-512", "torch CPU code"},
-    "a host without a GPU": {"transformer-engine-torch", "apex", "CUDA", "NCCL"},
+WITHOUT_FIX = {
+    "old processor": {"AVX-512", "torch CPU code"},
+    "no GPU": {"transformer-engine-torch", "apex", "CUDA", "NCCL"},
 }
 
 
 @pytest.fixture
-def worn_out(monkeypatch):
-    """Nothing is as it should be."""
+def broken_installation(monkeypatch):
+    """Make every check fail that does not depend on the machine."""
 
     def refused(source: str) -> None:
         raise SandboxError("no namespaces")
@@ -137,45 +137,47 @@ def worn_out(monkeypatch):
     monkeypatch.setattr(doctor, "_cpu_flags", set)
     monkeypatch.setattr(doctor, "run", refused)
     answer = "none|False|False|False|DEFAULT"
-    monkeypatch.setattr(doctor, "_torch", lambda path: doctor._torch_says(answer, path))
+    monkeypatch.setattr(doctor, "_torch", lambda path: doctor._torch_findings(answer, path))
 
 
-@pytest.mark.parametrize("machine", [WORN, WORN_NODE], ids=["cpu", "gpu"])
-def test_whatever_is_not_well_has_a_hint_that_mends_it(machine, worn_out):
+@pytest.mark.parametrize("machine", [FAILING_HOST, FAILING_NODE], ids=["cpu", "gpu"])
+def test_every_finding_has_a_fix_unless_the_hardware_lacks_it(machine, broken_installation):
     findings = doctor.examine(machine)
     assert {one.part for one in findings if one.state == "ok"} <= {"GPUs"}
     without = {one.part for one in findings if one.state != "ok" and not one.fix}
-    assert without == NOTHING_MENDS["a processor without"] | (
-        set() if machine.gpus else NOTHING_MENDS["a host without a GPU"]
+    assert without == WITHOUT_FIX["old processor"] | (
+        set() if machine.gpus else WITHOUT_FIX["no GPU"]
     )
     assert all(one.advice or one.found for one in findings)
 
     console = Console(width=140, record=True, file=StringIO())
     assert doctor.show(findings, console, fix_hints=True) == 1
-    told = console.export_text()
-    assert all(f"    {one.fix}\n" in told for one in findings if one.fix)
+    printed = console.export_text()
+    assert all(f"    {one.fix}\n" in printed for one in findings if one.fix)
     missing = [one for one in findings if one.state == "missing"]
-    assert all(f"\n{one.part}: {one.advice}\n" in told for one in missing)
+    assert all(f"\n{one.part}: {one.advice}\n" in printed for one in missing)
 
 
 @pytest.mark.parametrize("checkout", [True, False])
-def test_the_hint_for_a_part_is_that_of_the_way_it_was_installed(checkout, worn_out, monkeypatch):
+def test_fixes_of_a_checkout_use_make(checkout, broken_installation, monkeypatch):
     monkeypatch.setattr(doctor, "CHECKOUT", checkout)
-    fixes = {one.part: one.fix for one in doctor.examine(WORN)}
-    anew = f"make -C {doctor.ROOT} setup"
-    alone = f"pip install --extra-index-url {doctor.WHEELS}/cpu 'ray=={TRIED['ray']}'"
-    assert fixes["ray"] == (anew if checkout else alone)
-    on_gpu = {one.part: one.fix for one in doctor.examine(WORN_NODE)}
-    assert on_gpu["vllm"] == f"pip install 'vllm=={TRIED['vllm']}'", "the lock is the CPU's"
+    fixes = {one.part: one.fix for one in doctor.examine(FAILING_HOST)}
+    setup = f"make -C {doctor.ROOT} setup"
+    pip = f"pip install --extra-index-url {doctor.WHEELS}/cpu 'ray=={TESTED['ray']}'"
+    assert fixes["ray"] == (setup if checkout else pip)
+    on_gpu = {one.part: one.fix for one in doctor.examine(FAILING_NODE)}
+    assert on_gpu["vllm"] == f"pip install 'vllm=={TESTED['vllm']}'", (
+        "the lock file has CPU builds only"
+    )
     assert ("-e" in fixes["engine plugin"]) == checkout
 
 
-def test_findings_are_json_for_programs():
+def test_findings_can_be_printed_as_json():
     console = Console(file=StringIO())
-    assert doctor.show(doctor.examine(WORN), console, as_json=True) == 1
+    assert doctor.show(doctor.examine(FAILING_HOST), console, as_json=True) == 1
     (memory,) = [one for one in json.loads(console.file.getvalue()) if one["part"] == "memory"]
     assert memory["state"] == "note"
-    assert memory["fix"].startswith("rollout.kv_cache_gib")
+    assert memory["fix"].startswith("set rollout.kv_cache_gib")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_the_setting_that_forbids_namespaces_is_named(tmp_path, monkeypatch, nam
     (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / name).write_text(f"{value}\n")
     monkeypatch.setattr(doctor, "KERNEL", tmp_path)
-    assert hint in doctor._allow_namespaces()
+    assert hint in doctor._namespace_fix()
 
 
 def test_a_machine_without_bubblewrap_gets_the_command_to_install_it(monkeypatch):
@@ -199,7 +201,7 @@ def test_a_machine_without_bubblewrap_gets_the_command_to_install_it(monkeypatch
     assert found.fix == "sudo apt-get install bubblewrap"
 
 
-def test_a_small_shared_memory_fails_since_it_carries_the_weights():
+def test_too_little_shared_memory_fails_because_weights_pass_through_it():
     small = Machine(cores=2, memory=16 * GIB, shared_memory=64 * 2**20, gpus=())
     assert states(small)["shared memory"] == "missing"
     assert exit_code(small) == 1
@@ -220,19 +222,19 @@ def test_an_installed_transformer_engine_must_import_where_there_is_a_gpu(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def looked_at(**changes) -> list[doctor.Finding]:
+    def findings_with(**changes) -> list[doctor.Finding]:
         findings = doctor.examine(replace(NODE, **{"transformer_engine": "2.12.0"} | changes))
         return [each for each in findings if each.part == "import transformer_engine"]
 
-    (finding,) = looked_at()
+    (finding,) = findings_with()
     assert finding.state == state
     assert found in finding.found
-    assert looked_at(gpus=()) == looked_at(transformer_engine=None) == []
+    assert findings_with(gpus=()) == findings_with(transformer_engine=None) == []
 
 
-def test_pypis_apex_is_not_taken_for_nvidias(monkeypatch):
-    """PyPI has another project of this name, which nothing here can use."""
-    install(monkeypatch, **TRIED | {"apex": "0.9.10.dev0"})
+def test_apex_from_pypi_is_not_reported_as_nvidias(monkeypatch):
+    """PyPI's project of this name is of no use here."""
+    install(monkeypatch, **TESTED | {"apex": "0.9.10.dev0"})
 
     def apex(machine: Machine) -> doctor.Finding:
         (found,) = (one for one in doctor.examine(machine) if one.part == "apex")
@@ -246,7 +248,7 @@ def test_pypis_apex_is_not_taken_for_nvidias(monkeypatch):
     assert (apex(NODE).state, apex(NODE).fix) == ("ok", "")
 
 
-def test_the_tried_versions_are_those_of_the_lock():
+def test_the_tested_versions_are_those_of_the_lock_file():
     with (Path(__file__).parents[2] / "requirements" / "cpu.txt").open() as lock:
         locked = dict(line.split(" ;")[0].strip().split("==") for line in lock if "==" in line)
     for part in doctor.PARTS:
@@ -261,12 +263,12 @@ def test_the_models_are_listed_on_one_screen_from_the_checks_that_refuse_them():
     assert "\n".join(line.rstrip() for line in lines) in (DOCS / "models.md").read_text()
     assert len(lines) <= 50
     assert max(len(line.rstrip()) for line in lines) <= 100
-    told = " ".join(" ".join(lines).split())
+    printed = " ".join(" ".join(lines).split())
     for name in (*FAMILIES, *REFUSED):
-        assert name in told
+        assert name in printed
     bound = [EXPECTED, *(family.only for family in FAMILIES.values())]
     for key, (_, words) in ((key, rule) for rules in bound for key, rule in rules.items()):
-        assert f"{key}: {words}" in told or f"{key} {words}" in told
+        assert f"{key}: {words}" in printed or f"{key} {words}" in printed
 
 
 @looped("model_type", REFUSED)

@@ -631,7 +631,7 @@ def test_tool_parsers_are_those_of_vllm_that_read_text(model: Path) -> None:
         return True
 
     assert [one for one in ToolParserManager.list_registered() if reads(one)] == [*tool_parsers()]
-    with pytest.raises(EnvironmentRefused, match="jamba does not go with this model"):
+    with pytest.raises(EnvironmentRefused, match="jamba does not support this model"):
         ToolParser("jamba", model, (1,))
     with pytest.raises(EnvironmentRefused, match="no tool parser 'hermess'; did you mean 'hermes'"):
         load_factory(EnvironmentConfig(name="agent", settings=FUNCTION, tool_parser="hermess"))

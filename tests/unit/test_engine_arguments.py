@@ -1,5 +1,5 @@
-"""An engine starts from the policy's files, with the user's arguments of vLLM except for those that
-the system sets."""
+"""Arguments of vLLM's engine: files of the model, options of the user, and options that only this
+package sets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.tiny_models import save_tiny_model
 from tests.written_run import write_run
 
 KNOWN = tuple({*QUANTIZATION_METHODS, *_ONLINE_SHORTHANDS})
-"""Values of vLLM's `quantization`."""
+"""All values of vLLM's option `quantization`."""
 
 
 def spec_with(tmp_path: Path, device: Literal["cpu", "cuda"] = "cpu", **vllm: Any) -> EngineSpec:
@@ -68,7 +68,7 @@ def spec_with(tmp_path: Path, device: Literal["cpu", "cuda"] = "cpu", **vllm: An
     )
 
 
-def test_mistrals_own_files_beside_them_are_read_by_neither(tmp_path: Path) -> None:
+def test_mistrals_own_files_are_read_by_neither_policy_nor_engine(tmp_path: Path) -> None:
     own = save_tiny_model(tmp_path / "own", "mistral", sliding_window=7)
     shutil.copy(own / "model.safetensors", own / "consolidated.safetensors")
     assert [file.name for file in safetensor_files(own)] == ["model.safetensors"]
@@ -78,45 +78,45 @@ def test_mistrals_own_files_beside_them_are_read_by_neither(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_argument_that_we_set_may_be_set_by_name(tmp_path, monkeypatch, device):
-    ours: dict[str, Any] = {}
+def test_an_argument_that_the_package_sets_is_refused_in_the_config(tmp_path, monkeypatch, device):
+    own: dict[str, Any] = {}
 
     @dataclasses.dataclass  # `engine_arguments` reads its fields
     class Recorder:
-        def __new__(cls, **given: Any) -> Any:
-            ours.update(given)
+        def __new__(cls, **arguments: Any) -> Any:
+            own.update(arguments)
 
     monkeypatch.setattr(arguments, "AsyncEngineArgs", Recorder)
     engine_arguments(spec_with(tmp_path, device))
-    assert len(ours) > 15
-    assert set(ours) == {name for name, _ in refused_options(ours, device)}
+    assert len(own) > 15
+    assert set(own) == {name for name, _ in refused_options(own, device)}
 
 
-def test_every_refused_name_is_one_of_vllms():
+def test_every_refused_name_is_an_option_of_vllm():
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     patterns = [*OWNED, *BREAKS, *BREAKS_ON_CPU]
     assert [one for one in patterns if not fnmatch.filter(known, one)] == []
 
 
-def test_the_preflight_knows_vllms_names_without_importing_it():
+def test_the_preflight_reads_vllms_options_without_importing_vllm():
     fields = dataclasses.fields(AsyncEngineArgs)
     assert vllm_arguments().keys() == {field.name for field in fields}
     assert vllm_arguments()["max_num_batched_tokens"] == "int | None"
 
 
-def test_no_default_of_vllms_is_taken_for_a_wrong_value():
+def test_no_default_of_vllm_counts_as_a_wrong_value():
     known = vllm_arguments()
     defaults = AsyncEngineArgs()
     wrong = [n for n in known if wrong_value(n, getattr(defaults, n), known[n]) is not None]
     assert wrong == []
 
 
-def test_an_option_reaches_vllm_as_it_is_written(tmp_path: Path) -> None:
+def test_an_option_of_the_config_reaches_vllm(tmp_path: Path) -> None:
     found = engine_arguments(spec_with(tmp_path, max_num_batched_tokens=4096, block_size=32))
     assert (found.max_num_batched_tokens, found.block_size) == (4096, 32)
 
 
-def test_weights_are_quantised_as_they_are_loaded_or_not_at_all(tmp_path: Path) -> None:
+def test_only_quantization_during_the_load_is_permitted(tmp_path: Path) -> None:
     for device, known in (("cpu", QUANTISED_AS_LOADED[:1]), ("cuda", QUANTISED_AS_LOADED)):
         refused = [name for name in KNOWN if dict(refused_options({"quantization": name}, device))]
         assert set(KNOWN) - set(refused) == set(known)
@@ -127,7 +127,7 @@ def test_weights_are_quantised_as_they_are_loaded_or_not_at_all(tmp_path: Path) 
         spec_with(tmp_path, quantization="gptq")
 
 
-def test_an_engine_has_as_many_workers_as_stages_and_parts_of_a_layer(tmp_path: Path) -> None:
+def test_an_engine_has_a_worker_per_pipeline_stage_and_tensor_shard(tmp_path: Path) -> None:
     spec = spec_with(tmp_path, enable_expert_parallel=True)
     rollout = spec.rollout.model_copy(update={"tensor": 2, "pipeline": 3})
     found = engine_arguments(replace(spec, rollout=rollout))
@@ -137,7 +137,7 @@ def test_an_engine_has_as_many_workers_as_stages_and_parts_of_a_layer(tmp_path: 
     assert found.distributed_executor_backend == "mp"
 
 
-def test_an_engine_refuses_a_name_that_its_vllm_does_not_know(tmp_path: Path) -> None:
+def test_an_engine_refuses_an_option_that_its_vllm_lacks(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="max_num_batched_tokens") as refused:
         engine_arguments(spec_with(tmp_path, max_batched_tokens=4096))
     assert refused.value.problems[0].key == "rollout.vllm.max_batched_tokens"
@@ -156,22 +156,22 @@ def test_logits_of_a_bfloat16_model_are_computed_in_float32(
 
 
 @pytest.mark.parametrize("name", QUANTISED_AS_LOADED)
-def test_a_quantised_engine_leaves_its_output_layer_as_it_is(name: str) -> None:
-    """vLLM computes float32 logits only with an output layer that is not quantised."""
+def test_a_quantized_engine_does_not_quantize_its_output_layer(name: str) -> None:
+    """vLLM cannot compute float32 logits with a quantized output layer."""
     config = OnlineQuantizationConfig(_ONLINE_SHORTHANDS[name])
     assert config.resolve_quant_method_cls(ParallelLMHead, "lm_head") is None
     assert config.resolve_quant_method_cls(ColumnParallelLinear, "layer") is not None
 
 
-def test_a_float32_engine_gets_no_setting_for_its_logits(tmp_path: Path) -> None:
+def test_a_float32_engine_has_no_override_for_its_logits(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
     found = engine_arguments(spec_with(path)).create_model_config()
     assert found.head_dtype == found.dtype == torch.float32
     assert found.hf_overrides == {}
 
 
-def test_logits_keep_the_precision_of_float32_where_bfloat16_has_none() -> None:
-    """The test uses vLLM's layer with the engine's setting."""
+def test_float32_logits_of_a_bfloat16_model_are_precise() -> None:
+    """The test calls vLLM's own layer with the engine's setting."""
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     with set_current_vllm_config(VllmConfig()):
         layer = LogitsProcessor(32)
@@ -197,7 +197,7 @@ def test_logits_keep_the_precision_of_float32_where_bfloat16_has_none() -> None:
 def test_an_engine_preloads_one_openmp_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inherited: str, kept: list[str]
 ) -> None:
-    """vLLM requires this: with GNU's library in the environment, too, an engine does not start."""
+    """vLLM does not start if the environment also preloads another one, such as GNU's."""
     own = tmp_path / "lib" / "libiomp5.so"
     own.parent.mkdir()
     own.touch()
@@ -206,12 +206,12 @@ def test_an_engine_preloads_one_openmp_library(
     assert environment(spec_with(tmp_path))["LD_PRELOAD"].split(":") == [str(own), *kept]
 
 
-def test_no_other_code_sets_the_dtype_of_logits(tmp_path: Path) -> None:
+def test_the_user_cannot_set_the_dtype_of_logits(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="policy and engines must have the same model"):
         spec_with(tmp_path, hf_overrides={"head_dtype": "model"})
 
 
-def test_a_grammar_that_vllm_cannot_read_is_a_problem_before_anything_starts(
+def test_the_preflight_reports_a_grammar_that_vllm_cannot_read(
     tmp_path: Path,
 ) -> None:
     file = write_run(tmp_path)
@@ -219,8 +219,8 @@ def test_a_grammar_that_vllm_cannot_read_is_a_problem_before_anything_starts(
     schema = {"type": "array", "uniqueItems": True}
 
     def problems(evaluation: dict[str, Any], *overrides: str) -> list[Problem]:
-        given = f"eval={json.dumps(evaluation)}"
-        return list(preflight(load(file, [given, *overrides]), all_data=False).problems)
+        override = f"eval={json.dumps(evaluation)}"
+        return list(preflight(load(file, [override, *overrides]), all_data=False).problems)
 
     def one_set(name: str, **sampling: Any) -> dict[str, Any]:
         return {

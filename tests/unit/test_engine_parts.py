@@ -1,5 +1,4 @@
-"""The parts of an engine that need no vLLM: what it hands out, what it counts, in what order it may
-be asked."""
+"""Parts of an engine that need no vLLM: reports, state, busy time, health check and processes."""
 
 import asyncio
 import os
@@ -38,27 +37,27 @@ def aborted(name: str) -> Aborted:
     return Aborted(id=name, partial=None)
 
 
-def test_what_comes_within_a_moment_travels_together_and_once() -> None:
+def test_results_that_arrive_almost_together_are_in_one_report_once() -> None:
     async def run() -> None:
         reports = ReportQueue()
 
-        def put(outcome: Aborted) -> None:
-            reports.aborted.append(outcome)
+        def put(result: Aborted) -> None:
+            reports.aborted.append(result)
             reports.notify()
 
         asyncio.get_running_loop().call_later(0.02, put, aborted("a"))
         asyncio.get_running_loop().call_later(0.022, put, aborted("b"))
-        _, came = await asyncio.wait_for(reports.take(3600.0), 600)
-        assert [one.id for one in came] == ["a", "b"]
-        finished, came = await reports.take(0.01)
-        assert (finished.num_rows, finished.schema, came) == (0, SCHEMA, ())
+        _, results = await asyncio.wait_for(reports.take(3600.0), 600)
+        assert [one.id for one in results] == ["a", "b"]
+        finished, results = await reports.take(0.01)
+        assert (finished.num_rows, finished.schema, results) == (0, SCHEMA, ())
 
     virtual_time.run(run())
 
 
-def test_a_report_that_crossed_processes_holds_nothing_of_the_store_it_came_through() -> None:
-    """Ray keeps what pickle hands it as a buffer in its object store, and an array that is read
-    there keeps all of it."""
+def test_an_unpickled_report_holds_no_memory_of_rays_object_store() -> None:
+    """Ray stores out-of-band buffers of pickle in its object store, and an array that is a view of
+    one of them would keep the whole object there."""
     sent = EngineReport(
         finished=batch_of([one_sample(40_000)], [0]),
         aborted=(Aborted(id="0-1", partial=partial(*range(40_000))),),
@@ -69,22 +68,22 @@ def test_a_report_that_crossed_processes_holds_nothing_of_the_store_it_came_thro
         busy_s=1.5,
         silent_s=0.0,
     )
-    apart: list[pickle.PickleBuffer] = []
-    came = pickle.loads(pickle.dumps(sent, protocol=5, buffer_callback=apart.append))
-    assert apart == []
-    assert vars(came) | {"aborted": ()} == vars(sent) | {"aborted": ()}
-    ((before,), (after,)) = (sent.aborted, came.aborted)
+    buffers: list[pickle.PickleBuffer] = []
+    received = pickle.loads(pickle.dumps(sent, protocol=5, buffer_callback=buffers.append))
+    assert buffers == []
+    assert vars(received) | {"aborted": ()} == vars(sent) | {"aborted": ()}
+    ((before,), (after,)) = (sent.aborted, received.aborted)
     assert before.partial is not None
     assert after.partial is not None
     assert after.id == before.id
     assert np.array_equal(after.partial.versions, before.partial.versions)
 
 
-def test_what_cannot_be_made_columns_is_the_failure_of_every_later_report_too() -> None:
+def test_every_report_after_an_unencodable_sample_raises_its_error() -> None:
     async def run() -> None:
         reports = ReportQueue()
-        given = vars(one_sample(1)) | {"text": "\ud800"}
-        reports.finished.append(group=0, **given)
+        sample = vars(one_sample(1)) | {"text": "\ud800"}
+        reports.finished.append(group=0, **sample)
         reports.notify()
         for _ in range(2):
             with pytest.raises(UnicodeEncodeError):
@@ -108,22 +107,22 @@ def one_sample(length: int) -> Sample:
     )
 
 
-def test_a_failure_is_the_answer_from_then_on_and_the_first_one_counts() -> None:
+def test_every_report_after_a_failure_raises_the_first_failure() -> None:
     async def run() -> None:
         reports = ReportQueue()
         reports.aborted.append(aborted("a"))
         reports.notify()
-        reports.fail(ValueError("the first"))
-        reports.fail(ValueError("what followed"))
+        reports.fail(ValueError("first failure"))
+        reports.fail(ValueError("second failure"))
         for _ in range(2):
-            with pytest.raises(ValueError, match="the first"):
+            with pytest.raises(ValueError, match="first failure"):
                 await reports.take(5.0)
 
     virtual_time.run(run())
 
 
-def test_an_agent_that_works_by_itself_is_reported_as_a_response_that_grows() -> None:
-    """So that a caller that waits for its sample does not take it for late."""
+def test_an_agent_that_works_without_the_model_is_reported_as_sampling() -> None:
+    """The caller then does not count its sample as late."""
     environments = Environments(EnvironmentConfig(name="agent"))
     responses = SimpleNamespace(reports=ReportQueue(), sampled=0, running=1, tokens=0, generated=0)
     engine: Any = RolloutEngine.__new__(RolloutEngine)
@@ -143,7 +142,7 @@ def test_an_agent_that_works_by_itself_is_reported_as_a_response_that_grows() ->
         assert not runner.run(engine.report(0.01)).sampling
 
 
-def test_vllm_is_shut_down_even_if_user_code_does_not_end() -> None:
+def test_vllm_is_shut_down_even_if_closing_user_code_fails() -> None:
     ended: list[str] = []
 
     async def close() -> None:
@@ -164,7 +163,7 @@ def test_vllm_is_shut_down_even_if_user_code_does_not_end() -> None:
     assert ended == ["scorer", "vllm", "timeline"]
 
 
-def test_an_engine_is_busy_while_it_samples_at_least_one_response_and_is_not_paused() -> None:
+def test_an_engine_is_busy_while_it_has_a_response_and_is_not_paused() -> None:
     now = 0.0
     clock = BusyClock(now=lambda: now)
     readings = []
@@ -186,7 +185,7 @@ def test_an_engine_is_busy_while_it_samples_at_least_one_response_and_is_not_pau
     assert clock.seconds == 7
 
 
-def test_the_states_an_engine_goes_through_from_one_version_to_the_next() -> None:
+def test_the_states_of_an_engine_between_two_versions() -> None:
     state = EngineState("engine-0")
     states = []
     for step in (
@@ -201,7 +200,7 @@ def test_the_states_an_engine_goes_through_from_one_version_to_the_next() -> Non
     assert states == ["paused", "running", "asleep", "asleep", "running"]
 
 
-def test_an_engine_paused_before_it_slept_runs_when_it_is_awake() -> None:
+def test_an_engine_that_was_paused_before_it_slept_runs_after_waking() -> None:
     state = EngineState("engine-0")
     state.pause()
     state.sleep()
@@ -210,7 +209,7 @@ def test_an_engine_paused_before_it_slept_runs_when_it_is_awake() -> None:
     assert state.runs
 
 
-def test_what_is_out_of_order_is_refused() -> None:
+def test_a_call_that_the_state_does_not_permit_is_refused() -> None:
     state = EngineState("engine-0")
     with pytest.raises(WrongState, match="cannot wake: it is awake already"):
         state.sleepers(None)
@@ -227,24 +226,24 @@ def test_what_is_out_of_order_is_refused() -> None:
         state.sleepers(("weights", "kv_cache"))
 
 
-def test_silence_grows_while_a_question_is_open_and_ends_with_its_answer() -> None:
-    answers: list[asyncio.Future[str]] = []
+def test_silence_grows_while_a_probe_is_pending_and_ends_with_the_reply() -> None:
+    replies: list[asyncio.Future[str]] = []
     dead = False
 
-    def ask() -> Awaitable[str]:
-        answers.append(asyncio.get_running_loop().create_future())
-        return answers[-1]
+    def probe() -> Awaitable[str]:
+        replies.append(asyncio.get_running_loop().create_future())
+        return replies[-1]
 
     async def run() -> None:
         nonlocal dead
-        health = HealthCheck(ask, lambda: dead)
+        health = HealthCheck(probe, lambda: dead)
         await asyncio.sleep(300.0)  # vLLM's start
         watching = asyncio.create_task(health.until_dead())
         await asyncio.sleep(DEADLINE_S - 0.5)
-        assert len(answers) == 1, "one question at a time"
+        assert len(replies) == 1, "one probe at a time"
         assert health.silent_s == pytest.approx(DEADLINE_S - 0.5)
-        answers[0].set_result("3")
-        while len(answers) < 2:
+        replies[0].set_result("3")
+        while len(replies) < 2:
             await asyncio.sleep(0.1)
         assert health.silent_s < 1.5 * EVERY_S
         dead = True
@@ -253,29 +252,29 @@ def test_silence_grows_while_a_question_is_open_and_ends_with_its_answer() -> No
     virtual_time.run(run())
 
 
-def test_a_question_that_is_lost_is_asked_again() -> None:
-    asked = 0
+def test_a_probe_without_a_reply_is_repeated() -> None:
+    probes = 0
 
-    async def ask() -> str:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
+    async def probe() -> str:
+        nonlocal probes
+        probes += 1
+        if probes == 1:
             await asyncio.sleep(3600)
         return "3"
 
     async def run() -> None:
-        health = HealthCheck(ask, lambda: asked > 3)
+        health = HealthCheck(probe, lambda: probes > 3)
         await asyncio.wait_for(health.until_dead(), 60)
-        assert asked > 3
+        assert probes > 3
 
     virtual_time.run(run())
 
 
 def test_an_engine_has_ended_once_all_of_its_processes_have() -> None:
-    """Not waited for by the process that started them: they are the actor's."""
+    """A zombie counts as ended. A process with a listed pid and another start time is ignored."""
     children = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2)]
-    began = [(one.pid, psutil.Process(one.pid).create_time()) for one in children]
-    engine = RemoteEngine(None, processes=[*began, (os.getpid(), 0.0)])  # another's number by now
+    running = [(one.pid, psutil.Process(one.pid).create_time()) for one in children]
+    engine = RemoteEngine(None, processes=[*running, (os.getpid(), 0.0)])
 
     async def body() -> None:
         ended = asyncio.ensure_future(engine.until_ended())
@@ -289,8 +288,8 @@ def test_an_engine_has_ended_once_all_of_its_processes_have() -> None:
         child.communicate()
 
 
-def test_an_engine_whose_process_was_killed_is_named_in_one_line() -> None:
-    """Ray's own text has a dozen, and mostly impossible guesses."""
+def test_the_death_of_an_engines_process_is_reported_in_one_line() -> None:
+    """Ray's own message has a dozen lines, most of them about impossible causes."""
 
     async def dies() -> None:
         error = ray.exceptions.ActorDiedError()

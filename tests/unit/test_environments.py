@@ -26,7 +26,7 @@ from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.config.rules import validated
 from megatron_async_rl.data.prompts import MixturePart, PromptSet
-from megatron_async_rl.plan.trials import _tasks
+from megatron_async_rl.plan.trials import _missing_tasks
 from megatron_async_rl.rollout.environments import (
     BUILT_IN,
     EnvironmentRefused,
@@ -264,7 +264,7 @@ def test_a_process_that_cannot_be_forked_is_reported(monkeypatch: pytest.MonkeyP
     with local, remote:
         server = child._ForkingServer(remote, lambda: child.LoadedCode(print), None)
         server._start(7, os.dup(local.fileno()))
-        report = json.loads(local.recv(child.LONGEST_ORDER))
+        report = json.loads(local.recv(child.MAX_MESSAGE_BYTES))
     how = "could not be started: [Errno 11] Resource temporarily unavailable"
     assert report == {"ended": 7, "how": how}
 
@@ -284,8 +284,8 @@ def test_a_process_without_descriptors_is_reported_and_the_server_continues(
         server = child._ForkingServer(remote, lambda: child.LoadedCode(print), None)
         server._start(7, os.dup(local.fileno()))
         local.send(json.dumps(["start", 8]).encode())
-        assert server._follow_order()
-        reports = [json.loads(local.recv(child.LONGEST_ORDER)) for _ in range(2)]
+        assert server._follow_command()
+        reports = [json.loads(local.recv(child.MAX_MESSAGE_BYTES)) for _ in range(2)]
         assert not psutil.pid_exists(process.pid)
     assert reports == [
         {"ended": 7, "how": "could not be started: [Errno 24] Too many open files"},
@@ -450,10 +450,10 @@ def test_no_order_to_the_fork_server_is_lost() -> None:
         assert supervisor._server is not None
         supervisor._server.send_signal(signal.SIGSTOP)
         for number in range(1000, 3000):
-            supervisor.order("kill", number)
+            supervisor.send_command("kill", number)
         opening = asyncio.create_task(pool.open())
         await asyncio.sleep(0)
-        waiting = len(supervisor._orders)
+        waiting = len(supervisor._commands)
         supervisor._server.send_signal(signal.SIGCONT)
         environment = await opening
         await environment.reset(prompt_of())
@@ -637,7 +637,7 @@ def test_a_prompt_without_a_task_of_verifiers_is_refused(
     def refusal(**fields: Any) -> str:
         rows = (prompt_of(number="0"), prompt_of(**fields))
         parts = (MixturePart(count=2),)
-        problems = _tasks(config, {"data.train": PromptSet(prompts=rows, parts=parts)})
+        problems = _missing_tasks(config, {"data.train": PromptSet(prompts=rows, parts=parts)})
         return "; ".join(f"{one.key}: {one.what}" for one in problems)
 
     key = "rollout.environment.settings: prompt p"

@@ -202,10 +202,10 @@ def test_partly_cached_data_is_refused(tmp_path: Path, cache: Path, named: str) 
     assert located(run_of(tmp_path, one))[0].data.train.name == "train-00000-of-00003.parquet"
 
 
-def test_the_name_of_a_removed_folder_contains_its_commit(cache: Path) -> None:
+def test_a_removed_folder_of_the_cache_is_named_with_its_commit(cache: Path) -> None:
     gone = cache / "models--me--tiny" / "snapshots" / OLD
     _, (problem,) = read_model(gone)
-    assert f"name hf://me/tiny@{OLD}" in problem.fix
+    assert f"set model.path to hf://me/tiny@{OLD}" in problem.fix
 
 
 class Hub(ThreadingHTTPServer):

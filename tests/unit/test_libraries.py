@@ -1,7 +1,7 @@
-"""A process has one file of each CUDA library, and the image brings no second one.
+"""A process has one file of each CUDA library, and the image does not contain a second one.
 
-With the wheels of Transformer Engine, which are large and therefore not in the environment:
-`make loader-test`.
+`make loader-test` runs the test with the real wheels of Transformer Engine, which are too large for
+the environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WITH_CUDA = pytest.mark.skipif(
 )
 
 
-def test_files_are_distinguished_by_library_and_not_by_part():
+def test_parts_of_a_library_count_as_separate_libraries():
     maps = "\n".join(
         ADDRESS + line
         for line in (
@@ -53,7 +53,7 @@ def test_files_are_distinguished_by_library_and_not_by_part():
     assert found["libnccl"] == {"/a/nvidia/nccl/lib/libnccl.so.2"}
 
 
-def test_a_library_is_one_file_and_the_one_of_the_wheels(tmp_path):
+def test_each_library_must_be_one_file_of_the_wheels(tmp_path):
     own = tmp_path / "cu13" / "lib" / "libcublas.so.13"
     own.parent.mkdir(parents=True)
     own.touch()
@@ -76,8 +76,8 @@ check()
 
 
 @WITH_CUDA
-def test_torch_loads_one_file_of_each_library_and_a_second_one_is_named(tmp_path):
-    """Transformer Engine's loader would bring a second one, from a base image that has cuDNN."""
+def test_torch_loads_one_file_of_each_library_and_a_second_is_reported(tmp_path):
+    """Transformer Engine would load a second cuDNN if the base image had one."""
     second = shutil.copy(CUDNN, tmp_path / "libcudnn.so.9.14.0")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(second=str(second))],
@@ -111,7 +111,7 @@ raise SystemExit(f"two files: {two}" if two else 0)'
 @pytest.mark.skipif(not WHEELS, reason="needs Transformer Engine's wheels: make loader-test")
 @pytest.mark.skipif(os.geteuid() != 0, reason="a private ld.so.cache needs root")
 @pytest.mark.parametrize("image", ["with cuDNN", "without"])
-def test_transformer_engine_takes_torchs_cudnn_unless_the_image_has_one(tmp_path, image):
+def test_transformer_engine_uses_torchs_cudnn_unless_the_image_has_one(tmp_path, image):
     for wheel in Path(WHEELS).glob("transformer_engine*.whl"):
         zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     system = tmp_path / "system"

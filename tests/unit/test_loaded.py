@@ -1,5 +1,5 @@
-"""Reports of an engine's workers on the weights that they loaded, in whatever way loaders cut and
-fuse them."""
+"""Digests of the weights that an engine's workers loaded, for all ways in which loaders split and
+fuse tensors."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def expected(sent: dict[str, Tensor], *names: str) -> dict[str, str]:
 
 
 def fused(sent: dict[str, Tensor], rank: int, workers: int) -> dict[str, Loaded]:
-    """A worker's share of queries, keys and values in one parameter, and of the columns of o. Keys
-    and values have two heads of 2 rows: of four workers two hold the same."""
+    """Load a worker's part of queries, keys and values into one parameter, and its columns of o.
+    Keys and values have two heads of 2 rows, so with four workers, two workers hold each head."""
     heads = min(workers, 2)
     own = 8 // workers + 2 * (4 // heads)
     qkv, o = (
@@ -58,7 +58,7 @@ def fused(sent: dict[str, Tensor], rank: int, workers: int) -> dict[str, Loaded]
             qkv.narrow(0, start, size).copy_(part)
             start += size
         o.copy_(offer("o").narrow(1, rank * o.shape[1], o.shape[1]))
-        o.zero_()  # what it was packed from is used again
+        o.zero_()  # temporary memory, which is reused after packing
     return watch.loaded()
 
 
@@ -72,7 +72,7 @@ def test_digests_are_the_trainers_over_any_number_of_workers(
         assert digests_of(loaded[1:])["q"].endswith("elements")
 
 
-def test_a_parameter_that_stays_is_read_back_when_the_update_ends(sent: dict[str, Tensor]) -> None:
+def test_a_lasting_parameter_is_read_back_when_the_update_ends(sent: dict[str, Tensor]) -> None:
     parameter = torch.zeros_like(sent["q"])
     with watched(sent, parameter) as (watch, offer):
         parameter.copy_(offer("q"))
@@ -80,7 +80,7 @@ def test_a_parameter_that_stays_is_read_back_when_the_update_ends(sent: dict[str
     assert digests_of([watch.loaded()]) == expected({"q": parameter}, "q")
 
 
-def test_memory_that_is_used_again_is_read_back_at_once(sent: dict[str, Tensor]) -> None:
+def test_temporary_memory_is_read_back_at_once(sent: dict[str, Tensor]) -> None:
     scratch = torch.empty_like(sent["q"])
     with watched(sent) as (watch, offer):
         scratch.copy_(offer("q"))
@@ -91,7 +91,7 @@ def test_memory_that_is_used_again_is_read_back_at_once(sent: dict[str, Tensor])
     assert found["v"].endswith("of 18 of 24 elements")
 
 
-def test_memory_that_could_not_take_the_numbers_has_another_digest(
+def test_memory_of_a_narrower_dtype_has_another_digest(
     sent: dict[str, Tensor],
 ) -> None:
     with watched(sent) as (watch, offer):
@@ -99,8 +99,9 @@ def test_memory_that_could_not_take_the_numbers_has_another_digest(
     assert digests_of([watch.loaded()])["q"] != tensor_digest(sent["q"])
 
 
-def test_a_loaders_own_copy_of_a_part_keeps_its_place(sent: dict[str, Tensor]) -> None:
-    """vLLM copies the columns of an expert into its memory by rows."""
+def test_a_temporary_copy_of_a_part_keeps_its_position(sent: dict[str, Tensor]) -> None:
+    """vLLM copies the columns of an expert to temporary memory, and that into the parameter by
+    rows."""
     memory = torch.empty(6, 8)
     with watched(sent) as (watch, offer):
         whole = offer("o")
@@ -111,7 +112,7 @@ def test_a_loaders_own_copy_of_a_part_keeps_its_place(sent: dict[str, Tensor]) -
     assert digests_of([watch.loaded()]) == expected(sent, "o")
 
 
-def test_vectors_single_numbers_and_wider_parameters_are_read_back(
+def test_vectors_scalars_and_wider_parameters_are_read_back(
     sent: dict[str, Tensor],
 ) -> None:
     bias, one = torch.empty(8, dtype=torch.float64), torch.empty(())
@@ -126,41 +127,42 @@ def test_vectors_single_numbers_and_wider_parameters_are_read_back(
 def test_a_tensor_that_no_worker_took_has_no_digest(sent: dict[str, Tensor]) -> None:
     meta = torch.empty(8, 6, device="meta")
     with watched(sent) as (watch, offer):
-        meta.copy_(offer("q"))  # vLLM counts elements like this
+        meta.copy_(offer("q"))  # vLLM counts elements by such copies
         torch.empty(4, 6).copy_(torch.ones(4, 6))
     assert watch.names == {"q"}
     assert digests_of([watch.loaded()]) == {}
 
 
-def test_an_order_of_the_engines_own_is_refused(sent: dict[str, Tensor]) -> None:
+def test_a_part_that_is_not_a_range_of_rows_and_columns_is_refused(
+    sent: dict[str, Tensor],
+) -> None:
     with (
         watched(sent) as (_, offer),
-        pytest.raises(RuntimeError, match="tensor q is loaded in an order of vLLM's own"),
+        pytest.raises(RuntimeError, match="a part of tensor q that is not a range of its rows"),
     ):
         torch.empty(6, 8).copy_(offer("q").t())
 
 
-def test_memory_that_is_offered_again_is_of_the_tensor_offered_last(
+def test_memory_that_is_offered_again_belongs_to_the_last_tensor(
     sent: dict[str, Tensor],
 ) -> None:
-    """Memory for buckets is offered again at other offsets: queries and keys, then the columns
-    of o."""
-    place, o = torch.empty(96, dtype=torch.bfloat16), torch.empty(6, 8, dtype=torch.bfloat16)
+    """The next bucket uses the same memory at other offsets: queries and keys, then o."""
+    bucket, o = torch.empty(96, dtype=torch.bfloat16), torch.empty(6, 8, dtype=torch.bfloat16)
     q, k = torch.empty(8, 6, dtype=torch.bfloat16), torch.empty(4, 6, dtype=torch.bfloat16)
     watch = LoadWatch()
     watch.begin([q, k, o])
     with watch:
         for name, parameter, start in (("q", q, 0), ("k", k, 48), ("o", o, 8)):
-            lent = place[start : start + parameter.numel()].view(parameter.shape)
-            lent.copy_(sent[name])
-            watch.offer(name, lent)
-            parameter[:2].copy_(lent[:2])
-            parameter[2:].copy_(lent[2:])
+            offered = bucket[start : start + parameter.numel()].view(parameter.shape)
+            offered.copy_(sent[name])
+            watch.offer(name, offered)
+            parameter[:2].copy_(offered[:2])
+            parameter[2:].copy_(offered[2:])
     assert digests_of([watch.loaded()]) == expected(sent, "q", "k", "o")
 
 
-def test_the_memory_of_a_deleted_tensor_has_no_owner(sent: dict[str, Tensor]) -> None:
-    """Data that a loader creates there is not counted as a part of that tensor."""
+def test_the_memory_of_a_freed_tensor_identifies_no_tensor(sent: dict[str, Tensor]) -> None:
+    """Other data in this memory does not count as a part of the freed tensor."""
     parameter = torch.empty(8, 6, dtype=torch.bfloat16)
     watch = LoadWatch()
     watch.begin([parameter])

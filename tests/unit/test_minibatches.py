@@ -128,7 +128,7 @@ def test_the_plan_refuses_minibatches_that_leave_ranks_without_a_sample(tmp_path
         found[minibatches] = [p for p in plan.problems if p.key == "objective.minibatches"]
     assert found[2] == []
     (problem,) = found[4]
-    assert "2 samples in one for 4 data-parallel ranks" in problem.what
+    assert "a minibatch has 2 samples for 4 data-parallel ranks" in problem.what
     assert "at most 2" in problem.fix
 
 

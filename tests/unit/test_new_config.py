@@ -1,4 +1,4 @@
-"""`mar init`: a few answers make a file that `mar plan` accepts, for the machine that was named."""
+"""`mar init` writes a config that `mar plan` accepts for the described machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -48,12 +49,14 @@ def init(out: Path, model: Path, data: Path, gpus: int, style: str) -> tuple[int
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_every_style_makes_a_file_that_mar_plan_accepts_on_a_cpu(tmp_path, style):
+def test_mar_plan_accepts_the_file_of_every_style_on_a_cpu(tmp_path, style):
     out = tmp_path / "run.yaml"
-    code, told = init(out, write_model(tmp_path), write_prompts(tmp_path / "data.jsonl"), 0, style)
-    assert code == 0, told
-    code, told = run("plan", out)
-    assert code == 0, told
+    code, output = init(
+        out, write_model(tmp_path), write_prompts(tmp_path / "data.jsonl"), 0, style
+    )
+    assert code == 0, output
+    code, output = run("plan", out)
+    assert code == 0, output
     assert load(out).flow.async_ratio == (0 if style == "synchronous" else 2)
 
 
@@ -67,34 +70,34 @@ def test_the_layout_is_the_simplest_that_fits_the_gpus(tmp_path, gpus, memory, p
     write_config(tmp_path / name, name)
     options = ["--model", tmp_path / name, "--data", write_prompts(tmp_path / "data.jsonl")]
     options += ["--reward", "arithmetic", "--gpus", str(gpus), "--gpu-memory", str(memory)]
-    code, told = run("init", out, *options, "--style", "asynchronous")
-    assert code == 0, told
+    code, output = run("init", out, *options, "--style", "asynchronous")
+    assert code == 0, output
     config = load(out)
     assert config.rollout is not None
     assert (config.rollout.placement, config.policy.parallel.tensor) == (placement, tensor)
-    code, told = run("plan", out, "--gpus", str(gpus), "--gpu-memory", str(memory))
-    assert code == 0, told
+    code, output = run("plan", out, "--gpus", str(gpus), "--gpu-memory", str(memory))
+    assert code == 0, output
 
 
 @pytest.mark.parametrize("style", ["asynchronous", "synchronous"])
-def test_any_number_of_gpus_gets_a_batch_that_divides_over_them(tmp_path, style):
+def test_the_batch_divides_over_any_number_of_gpus(tmp_path, style):
     write_config(tmp_path / "model", "Qwen3-0.6B")
     data = write_prompts(tmp_path / "data.jsonl")
     for gpus in (3, 6, 7, 12):
         out = tmp_path / f"{gpus}.yaml"
-        code, told = init(out, tmp_path / "model", data, gpus, style)
-        assert code == 0, told
+        code, output = init(out, tmp_path / "model", data, gpus, style)
+        assert code == 0, output
         assert 32 <= load(out).flow.prompts_per_step < 32 + gpus
-        code, told = run("plan", out, "--gpus", str(gpus))
-        assert code == 0, told
+        code, output = run("plan", out, "--gpus", str(gpus))
+        assert code == 0, output
 
 
-def test_a_model_that_no_layout_fits_is_refused_and_nothing_is_written(tmp_path):
+def test_a_model_without_a_fitting_layout_is_refused_and_nothing_written(tmp_path):
     write_config(tmp_path / "model", "Qwen2.5-32B")
     data = write_prompts(tmp_path / "data.jsonl")
-    code, told = init(tmp_path / "run.yaml", tmp_path / "model", data, 1, "clipped")
+    code, output = init(tmp_path / "run.yaml", tmp_path / "model", data, 1, "clipped")
     assert code == 2
-    assert "no layout fits" in told
+    assert "no layout fits" in output
     assert not (tmp_path / "run.yaml").exists()
 
 
@@ -102,7 +105,11 @@ def test_a_model_that_no_layout_fits_is_refused_and_nothing_is_written(tmp_path)
     ("reward", "column", "words"),
     [
         ("nowhere:score", "prompt", ("rollout.reward.name", "no module 'nowhere'")),
-        ("arithmetic", "asked", ("--prompt-key", "its columns: asked, answer")),
+        (
+            "arithmetic",
+            "first_text",
+            ("--prompt-key", "its columns: first_text, answer"),
+        ),
         (
             "openenv",
             "prompt",
@@ -110,22 +117,24 @@ def test_a_model_that_no_layout_fits_is_refused_and_nothing_is_written(tmp_path)
         ),
     ],
 )
-def test_a_fault_that_no_layout_mends_is_not_blamed_on_the_layout(tmp_path, reward, column, words):
+def test_a_problem_that_no_layout_fixes_is_not_reported_as_one_of_layouts(
+    tmp_path, reward, column, words
+):
     data = tmp_path / "data.jsonl"
     data.write_text(f'{{"{column}": "1+1=", "answer": "2"}}\n')
     options = ["--model", write_model(tmp_path), "--data", data, "--reward", reward]
-    code, told = run("init", tmp_path / "run.yaml", *options, "--gpus", "0", "--style", "clipped")
+    code, output = run("init", tmp_path / "run.yaml", *options, "--gpus", "0", "--style", "clipped")
     assert code == 2
-    assert "no layout fits" not in told
+    assert "no layout fits" not in output
     for word in words:
-        assert word in told
-    assert str(tmp_path / "tmp") not in told, "the name of a file that is gone"
+        assert word in output
+    assert str(tmp_path / "tmp") not in output, "the name of a temporary file"
 
 
 @pytest.mark.parametrize(("gpus", "memory"), [(8, 80), (8, 36)])
-def test_a_chat_without_a_template_is_no_reason_to_refuse_for_memory(tmp_path, gpus, memory):
-    """The first layout lacks memory and a later one does not; and prompts that cannot be rendered
-    have no length that could need memory."""
+def test_a_missing_chat_template_is_not_reported_as_lack_of_memory(tmp_path, gpus, memory):
+    """The first layout does not fit and a later one does. Prompts that cannot be rendered have no
+    length."""
     name = "Qwen3-8B"
     write_config(tmp_path / name, name)
     for file in write_model(tmp_path / "small").iterdir():
@@ -135,10 +144,10 @@ def test_a_chat_without_a_template_is_no_reason_to_refuse_for_memory(tmp_path, g
     options = ["--model", tmp_path / name, "--data", write_prompts(tmp_path / "data.jsonl")]
     options += ["--reward", "arithmetic", "--eval", "none", "--as-chat"]
     options += ["--gpus", str(gpus), "--gpu-memory", str(memory)]
-    code, told = run("init", tmp_path / "run.yaml", *options)
+    code, output = run("init", tmp_path / "run.yaml", *options)
     assert code == 2
-    assert "has no chat template" in told
-    assert "was not written: 1 problem\n" in told, told
+    assert "has no chat template" in output
+    assert "was not written: 1 problem\n" in output, output
 
 
 CHAT = (
@@ -183,12 +192,12 @@ class Game:
     def reset(self, prompt): return "a number"
     def step(self, response): return Step(reward=1.0, done=True)
 """
-"""Files of packages that are not installed, as far as they are used, and of a user's."""
+"""Contents of a user's module, and the used parts of packages that are not installed."""
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | Path]]:
-    """The other four answers, in a folder of a user's who has every package."""
+def other_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | Path]]:
+    """Return the options for all other answers, in a folder of a user who has every package."""
     for name, text in {
         "openenv/core/generic_client.py": OPENENV,
         "verifiers/v1/__init__.py": "class AgentConfig: harness = None",
@@ -231,31 +240,31 @@ ANSWERS = [
     ("answer", "template"),
     [
         *(pytest.param(answer, True, id=f"{answer}-chat") for answer in ANSWERS),
-        # Without a template, environments alone are asked for in another way.
+        # Without a template, only environments are configured in another way.
         *(
             pytest.param(answer, False, id=f"{answer}-text")
             for answer in ("math", *ENVIRONMENTS, "asked_files:Game")
         ),
     ],
 )
-def test_mar_plan_accepts_what_any_answer_writes(asked, answer, template, tmp_path):
+def test_mar_plan_accepts_the_file_of_every_reward(other_options, answer, template, tmp_path):
     if not template:
         (tmp_path / "model" / "chat_template.jinja").unlink()
-    if answer == "code":  # whether there is a sandbox is this machine's affair
-        asked += ["--setting", "isolation=rlimits"]
-    # What is tried does not depend on the template; one answer is tried without it, too.
+    if answer == "code":  # this machine may not have a sandbox
+        other_options += ["--setting", "isolation=rlimits"]
+    # Trials do not depend on the template, so only one answer is also tried without it.
     tried = THOROUGH or template or answer == "asked_files:Game"
     with nullcontext() if tried else untried_rewards():
-        code, told = run("init", "run.yaml", *asked, "--reward", answer)
+        code, output = run("init", "run.yaml", *other_options, "--reward", answer)
     if not template and answer in AGENTS:
-        assert (code, "has no chat template" in told) == (2, True)
+        assert (code, "has no chat template" in output) == (2, True)
         assert not (tmp_path / "run.yaml").exists()
         assert not (tmp_path / "my_agent.py").exists()
         return
-    assert code == 0, told
-    with untried_rewards():  # mar init has tried them in this file
-        code, told = run("plan", "run.yaml")
-    assert code == 0, told
+    assert code == 0, output
+    with untried_rewards():  # mar init has already tried them
+        code, output = run("plan", "run.yaml")
+    assert code == 0, output
 
     rollout, names = load(tmp_path / "run.yaml").rollout, names_of(answer)
     environment = next((one for one in names if is_environment(one)), None)
@@ -269,26 +278,26 @@ def test_mar_plan_accepts_what_any_answer_writes(asked, answer, template, tmp_pa
     written = (tmp_path / "run.yaml").read_text()
     for name in names:
         for key in {**REWARDS, **ENVIRONMENTS}.get(name, Choice()).settings:
-            assert re.search(rf"# .*\b{key}:", written), f"{key}: nothing says what it is"
+            assert re.search(rf"# .*\b{key}:", written), f"{key} has no comment"
 
 
-def test_settings_are_given_by_name_and_one_that_is_not_there_is_named(asked, tmp_path):
+def test_settings_are_named_and_unknown_names_are_refused(other_options, tmp_path):
     given = ["--setting", "penalty=0", "--reward", "asked_files:Game+judge"]
-    code, told = run("init", "run.yaml", *asked, *given)
-    assert (code, "rollout.environment.settings" in told) == (2, True)
+    code, output = run("init", "run.yaml", *other_options, *given)
+    assert (code, "rollout.environment.settings" in output) == (2, True)
     judge = ["--reward", "judge+math", "--setting"]
-    code, told = run("init", "run.yaml", *asked, *judge, "modle=m")
-    assert (code, "did you mean 'model'?" in told) == (2, True)
-    code, told = run("init", "run.yaml", *asked, *judge, "juge.model=m")
-    assert (code, "did you mean 'judge'?" in told) == (2, True)
-    code, told = run("init", "run.yaml", *asked, *judge, "url")
-    assert (code, "KEY=VALUE" in told) == (2, True)
+    code, output = run("init", "run.yaml", *other_options, *judge, "modle=m")
+    assert (code, "did you mean 'model'?" in output) == (2, True)
+    code, output = run("init", "run.yaml", *other_options, *judge, "juge.model=m")
+    assert (code, "did you mean 'judge'?" in output) == (2, True)
+    code, output = run("init", "run.yaml", *other_options, *judge, "url")
+    assert (code, "KEY=VALUE" in output) == (2, True)
     both = ["judge.model=1e-4", "--setting", "lowest=-1", "--setting", "url=http://h:1/v1"]
-    code, told = run("init", "run.yaml", *asked, *judge, *both)
-    assert (code, "judge.settings.model" in told) == (2, True), "a number, as in the file"
+    code, output = run("init", "run.yaml", *other_options, *judge, *both)
+    assert (code, "judge.settings.model" in output) == (2, True), "a number, as in the file"
     both[0] = "judge.model='1e-4'"
-    code, told = run("init", "run.yaml", *asked, *judge, *both)
-    assert code == 0, told
+    code, output = run("init", "run.yaml", *other_options, *judge, *both)
+    assert code == 0, output
     settings = load(tmp_path / "run.yaml").rollout.reward.parts["judge"].settings
     assert settings == {"url": "http://h:1/v1", "model": "1e-4", "lowest": -1}
 
@@ -299,58 +308,61 @@ def test_settings_are_given_by_name_and_one_that_is_not_there_is_named(asked, tm
         ("mathh", "did you mean 'math'?"),
         ("openev", "did you mean 'openenv'?"),
         ("environment", "environments tools, agent"),
-        ("tools+agent", "are environments, and a run has one"),
-        ("math+math", "twice"),
+        ("tools+agent", "are environments, and a run has only one"),
+        ("math+math", "contains a name twice"),
     ],
 )
-def test_a_reward_of_another_name_is_refused_and_asked_for_again(
-    asked, answer, words, tmp_path, monkeypatch
+def test_an_unknown_reward_is_refused_and_its_question_repeated(
+    other_options, answer, words, tmp_path, monkeypatch
 ):
-    code, told = run("init", "run.yaml", *asked, "--reward", answer)
+    code, output = run("init", "run.yaml", *other_options, "--reward", answer)
     assert code == 2
-    assert words in told
+    assert words in output
     monkeypatch.setattr(interview, "at_terminal", lambda: True)
-    code, told = run("init", "run.yaml", *asked, answers=f"{answer}\narithmetic\n")
-    assert code == 0, told
-    assert words in told
+    code, output = run("init", "run.yaml", *other_options, answers=f"{answer}\narithmetic\n")
+    assert code == 0, output
+    assert words in output
     for name in {**REWARDS, **ENVIRONMENTS}:
-        assert name in told.splitlines()[0], "the question has all names"
+        assert name in output.splitlines()[0], "the question lists all names"
     assert load(tmp_path / "run.yaml").rollout.reward.name == "arithmetic"
 
 
-def test_a_model_that_is_not_there_is_asked_for_again_before_the_other_questions(
-    asked, tmp_path, monkeypatch
+def test_a_missing_model_is_requested_again_before_the_next_question(
+    other_options, tmp_path, monkeypatch
 ):
     model = ["--model", "Qwen/Qwen3-0.6B"]
-    code, told = run("init", "run.yaml", *model, *asked[2:], "--reward", "math")
-    assert (code, "name on a hub is hf://Qwen/Qwen3-0.6B" in told) == (2, True)
+    code, output = run("init", "run.yaml", *model, *other_options[2:], "--reward", "math")
+    assert (code, "name on a hub, write hf://Qwen/Qwen3-0.6B" in output) == (2, True)
     monkeypatch.setattr(interview, "at_terminal", lambda: True)
     answers = "nowhere\nmodel\n"
-    code, told = run("init", "run.yaml", *asked[2:], "--reward", "math", answers=answers)
-    assert code == 0, told
-    assert "nowhere is not a directory" in told
+    code, output = run("init", "run.yaml", *other_options[2:], "--reward", "math", answers=answers)
+    assert code == 0, output
+    assert "nowhere is not a directory" in output
     assert load(tmp_path / "run.yaml").model.path == tmp_path / "model"
 
 
-def test_an_agent_is_given_the_prompt_without_the_marks_of_the_template(asked, tmp_path):
-    """It writes messages of its own, which get them."""
-    code, told = run("init", "run.yaml", *asked, "--reward", "agent")
-    assert code == 0, told
+def test_an_agent_receives_the_prompt_without_the_chat_template(other_options, tmp_path):
+    """The endpoint applies the template to the agent's messages."""
+    code, output = run("init", "run.yaml", *other_options, "--reward", "agent")
+    assert code == 0, output
     assert not load(tmp_path / "run.yaml").data.as_chat
-    for given, told_of in ((False, 0), (True, 1)):
-        code, told = run("plan", "run.yaml", f"data.as_chat={str(given).lower()}")
-        assert (code, told.count("get them again; remove as_chat")) == (0, told_of)
+    for given, noted in ((False, 0), (True, 1)):
+        code, output = run("plan", "run.yaml", f"data.as_chat={str(given).lower()}")
+        assert (code, output.count("applies it again to the agent's messages; remove as_chat")) == (
+            0,
+            noted,
+        )
 
 
-def test_a_file_of_the_users_is_not_written_over(asked, tmp_path):
+def test_a_users_module_is_not_overwritten(other_options, tmp_path):
     mine = '"""Mine."""\n\n\ndef look(place: str) -> str:\n    """Looks."""\n    return place\n'
     (tmp_path / "my_tools.py").write_text(mine)
-    code, told = run("init", "run.yaml", *asked, "--reward", "tools")
-    assert code == 0, told
+    code, output = run("init", "run.yaml", *other_options, "--reward", "tools")
+    assert code == 0, output
     assert (tmp_path / "my_tools.py").read_text() == mine
 
 
-def test_a_reward_of_whole_groups_is_written_as_one(tmp_path, monkeypatch):
+def test_a_reward_of_whole_groups_is_configured_per_group(tmp_path, monkeypatch):
     (tmp_path / "asked_rewards.py").write_text(
         "def unlike(prompt, responses):\n    return [0.0] * len(responses)\n"
     )
@@ -358,8 +370,8 @@ def test_a_reward_of_whole_groups_is_written_as_one(tmp_path, monkeypatch):
     data = write_prompts(tmp_path / "data.jsonl")
     options = ["--model", write_model(tmp_path), "--data", data, "--reward", "asked_rewards:unlike"]
     out = tmp_path / "run.yaml"
-    code, told = run("init", out, *options, "--gpus", "0", "--style", "clipped")
-    assert code == 0, told
+    code, output = run("init", out, *options, "--gpus", "0", "--style", "clipped")
+    assert code == 0, output
     assert load(out).rollout.reward.per == "group"
 
 
@@ -369,85 +381,90 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("at_terminal")
-def test_what_is_not_given_as_an_option_is_asked_for(tmp_path):
+def test_answers_without_an_option_are_prompted_for(tmp_path):
     out, model = tmp_path / "run.yaml", write_model(tmp_path)
     data = write_prompts(tmp_path / "data.jsonl")
-    asked = "\n".join(map(str, (model, data, "none", "arithmetic", 0, "clip", "Clipped"))) + "\n"
-    code, told = run("init", out, answers=asked)
-    assert code == 0, told
-    assert "'clip' is not one of asynchronous, clipped, synchronous" in told
+    answers = "\n".join(map(str, (model, data, "none", "arithmetic", 0, "clip", "Clipped"))) + "\n"
+    code, output = run("init", out, answers=answers)
+    assert code == 0, output
+    assert "'clip' is not one of asynchronous, clipped, synchronous" in output
     assert load(out).objective.loss.name == "ppo_clip"
     assert load(out).data.train == data
 
 
 @pytest.mark.usefixtures("at_terminal")
-def test_columns_are_asked_for_right_after_the_data(tmp_path):
+def test_the_prompt_column_follows_the_data(tmp_path):
     data = tmp_path / "data.csv"
     data.write_text("question,solution\n1+1=,2\n2+2=,4\n")
     out, model = tmp_path / "run.yaml", write_model(tmp_path)
     answers = ("nowhere.csv", data, "questoin", "question", "none", "arithmetic", "", 0, "clipped")
-    code, told = run("init", out, "--model", model, answers="\n".join(map(str, answers)) + "\n")
-    assert code == 0, told
+    code, output = run("init", out, "--model", model, answers="\n".join(map(str, answers)) + "\n")
+    assert code == 0, output
     questions = (
-        "Data, ",
+        "Data: ",
         "nowhere.csv: ",
         "Column of the prompts",
         "Held-out",
         "Reward",
         "Column of",
     )
-    places = [told.index(words) for words in questions[:-1]] + [told.rindex(questions[-1])]
+    places = [output.index(words) for words in questions[:-1]] + [output.rindex(questions[-1])]
     assert places == sorted(places)
-    assert "Column of the prompts (question, solution) [question]" in told
-    assert "has no column 'questoin' (its columns: question, solution)" in told
-    assert "Column of the answers (solution) [solution]" in told
+    assert "Column of the prompts (question, solution) [question]" in output
+    assert "has no column 'questoin' (its columns: question, solution)" in output
+    assert "Column of the answers (solution) [solution]" in output
     config = load(out)
     assert (config.data.prompt_key, config.data.answer_key) == ("question", "solution")
 
 
 @pytest.mark.usefixtures("at_terminal")
-def test_a_wrong_later_answer_costs_no_earlier_one(tmp_path):
-    """The plan refuses the model for these GPUs: their number alone is asked for again."""
+def test_a_refused_answer_keeps_the_other_answers(tmp_path):
+    """The plan refuses the model for these GPUs, so only their number is requested again."""
     write_config(tmp_path / "Qwen3-8B", "Qwen3-8B")
     data = write_prompts(tmp_path / "data.jsonl")
     out = tmp_path / "run.yaml"
     answers = (tmp_path / "Qwen3-8B", data, "none", "arithmetic", 1, "clipped", 8)
-    code, told = run("init", out, answers="\n".join(map(str, answers)) + "\n")
-    assert code == 0, told
-    assert "no layout fits" in told
-    assert told.count("Model, a") == told.count("Data, a") == told.count("Style") == 1
-    assert told.count("GPUs of the machine") == 2
-    assert "The other answers are kept." in told
+    code, output = run("init", out, answers="\n".join(map(str, answers)) + "\n")
+    assert code == 0, output
+    assert "no layout fits" in output
+    assert output.count("Model: a") == output.count("Data: a") == output.count("Style") == 1
+    assert output.count("Number of GPUs of the machine") == 2
+    assert "The other answers are kept." in output
     assert load(out).objective.loss.name == "ppo_clip"
 
 
 @pytest.mark.usefixtures("at_terminal")
 def test_an_interrupted_interview_reports_the_command_with_its_answers(tmp_path):
     model, data = write_model(tmp_path), write_prompts(tmp_path / "my data.jsonl")
-    code, told = run("init", tmp_path / "run.yaml", answers=f"{model}\n{data}\n")
+    out = tmp_path / "run.yaml"
+    options = ("--as-chat", "--gpu-memory", "40", "--setting", "judge.model=it's", "--gpus", "1")
+    code, output = run("init", out, *options, answers=f"{model}\n{data}\n")
     assert code == 1
-    assert f"mar init --model {model} --data '{data}'" in told
+    _, _, command = output.partition("To continue with the same answers: ")
+    answers = ["--gpus", "1", "--model", str(model), "--data", str(data)]
+    repeated = ["--setting", "judge.model=it's", "--as-chat", "--gpu-memory", "40"]
+    assert shlex.split(command.splitlines()[0]) == ["mar", "init", str(out), *answers, *repeated]
 
 
 def test_without_a_terminal_every_question_takes_its_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = write_prompts(tmp_path / "data.jsonl", prompts=40)
     given = ["--model", write_model(tmp_path), "--data", data]
-    code, told = run("init", "run.yaml", *given, answers="countdown\n7\nclipped\n")
-    assert code == 0, told
+    code, output = run("init", "run.yaml", *given, answers="countdown\n7\nclipped\n")
+    assert code == 0, output
     for words in ("--reward math", "--gpus 0", "--style asynchronous", "--eval 5%"):
-        assert f"note: {words}, as nothing else was given" in told
+        assert f"note: {words} by default" in output
     config = load(tmp_path / "run.yaml")
     assert config.rollout.reward.name == "math", "nothing is read from the standard input"
     assert (config.eval.every, config.eval.samples_per_prompt) == (20, 1)
-    code, told = run("init", "other.yaml")
+    code, output = run("init", "other.yaml")
     assert code == 2
-    assert "add --model MODEL --data FILE" in told
+    assert "add --model MODEL --data FILE" in output
 
 
-def test_a_real_terminal_is_asked_and_none_is_not(tmp_path):
-    """The command is started as by a user: with a pseudo-terminal, with /dev/null, and with an
-    input that stays open and never has a line."""
+def test_questions_appear_only_at_a_terminal(tmp_path):
+    """The standard input of the command is a pseudo-terminal, /dev/null, or a pipe that stays open
+    and empty."""
     model, data = write_model(tmp_path), write_prompts(tmp_path / "data.jsonl")
     reader, writer = os.pipe()
     for name, stdin in (
@@ -457,7 +474,7 @@ def test_a_real_terminal_is_asked_and_none_is_not(tmp_path):
         given = ["--model", model, "--data", data, "--eval", "none"]
         done = mar("init", name, *given, folder=tmp_path, stdin=stdin)
         assert done.returncode == 0, done.stderr
-        assert "as nothing else was given" in done.stderr
+        assert " by default" in done.stderr
     os.close(reader)
     os.close(writer)
 
@@ -467,18 +484,18 @@ def test_a_real_terminal_is_asked_and_none_is_not(tmp_path):
     os.close(slave)
     os.close(master)
     assert done.returncode == 0, done.stderr
-    assert "Model, a Hugging Face directory" in done.stderr, "the output may be a file"
+    assert "Model: a Hugging Face directory" in done.stderr, "the output may be a file"
     assert load(tmp_path / "tty.yaml").objective.loss.name == "ppo_clip"
 
 
-def test_five_percent_of_the_prompts_are_held_out_and_none_is_on_both_sides(tmp_path):
+def test_five_percent_of_the_prompts_are_held_out(tmp_path):
     rows = [{"prompt": f"{i % 60}+1=", "answer": str(i % 60 + 1), "n": i} for i in range(100)]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     out, model = tmp_path / "run.yaml", write_model(tmp_path)
     given = ["--model", model, "--reward", "arithmetic", "--gpus", "0", "--style", "clipped"]
-    code, told = run("init", out, *given, "--data", data)
-    assert code == 0, told
+    code, output = run("init", out, *given, "--data", data)
+    assert code == 0, output
     config = load(out)
     assert config.data.train == tmp_path / "run_data" / "train.jsonl"
     sides = [
@@ -488,19 +505,19 @@ def test_five_percent_of_the_prompts_are_held_out_and_none_is_on_both_sides(tmp_
     assert sorted((row for side in sides for row in side), key=lambda row: row["n"]) == rows
     trained, held_out = ({row["prompt"] for row in side} for side in sides)
     assert (len(held_out), trained & held_out) == (3, set())
-    assert f"rows held out: {len(sides[1])}, trained on: {len(sides[0])};" in told
+    assert f"held-out rows: {len(sides[1])}, training rows: {len(sides[0])};" in output
     assert config.eval.every == 20
-    code, told = run("plan", out)
-    assert code == 0, told
+    code, output = run("plan", out)
+    assert code == 0, output
 
-    code, told = run("init", tmp_path / "same.yaml", *given, "--data", data)
-    assert code == 0, told
+    code, output = run("init", tmp_path / "same.yaml", *given, "--data", data)
+    assert code == 0, output
     same = (tmp_path / "same_data" / "held_out.jsonl").read_text()
     assert same == config.data.eval.read_text(), "the same data give the same split"
     out.unlink()
-    code, told = run("init", out, *given, "--data", data)
-    assert (code, "run_data exists" in told) == (2, True)
-    code, told = run("init", tmp_path / "run2.yaml", *given[:-2], "--style", "x", "--data", data)
+    code, output = run("init", out, *given, "--data", data)
+    assert (code, "run_data already exists" in output) == (2, True)
+    code, output = run("init", tmp_path / "run2.yaml", *given[:-2], "--style", "x", "--data", data)
     assert (code, (tmp_path / "run2_data").exists()) == (2, False)
 
 
@@ -513,7 +530,7 @@ def test_five_percent_of_the_prompts_are_held_out_and_none_is_on_both_sides(tmp_
         ("other.jsonl", "other.jsonl has no column 'prompt' (its columns: question)"),
     ],
 )
-def test_wrong_held_out_data_is_named_before_anything_is_written(
+def test_wrong_held_out_data_is_reported_before_anything_is_written(
     tmp_path, given, words, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -521,53 +538,53 @@ def test_wrong_held_out_data_is_named_before_anything_is_written(
     write_model(tmp_path / "model")
     write_prompts(tmp_path / "data.jsonl")
     options = ["--model", "model", "--data", "data.jsonl", "--eval", given]
-    code, told = run("init", "run.yaml", *options)
+    code, output = run("init", "run.yaml", *options)
     assert code == 2
-    assert "--eval" in told
-    assert words in told
+    assert "--eval" in output
+    assert words in output
     assert sorted(one.name for one in tmp_path.iterdir()) == ["data.jsonl", "model", "other.jsonl"]
 
 
-def test_data_of_one_prompt_is_not_split_and_held_out_data_may_be_a_file(tmp_path):
+def test_data_with_one_prompt_is_not_split_and_held_out_data_may_be_a_file(tmp_path):
     data = write_prompts(tmp_path / "one.jsonl", prompts=1)
     held_out = write_prompts(tmp_path / "held_out.jsonl", prompts=2)
     given = ["--model", write_model(tmp_path), "--data", data, "--reward", "arithmetic"]
     given += ["--gpus", "0"]
-    code, told = run("init", tmp_path / "run.yaml", *given)
-    assert code == 0, told
-    assert "no two distinct prompts, so none is held out" in told
+    code, output = run("init", tmp_path / "run.yaml", *given)
+    assert code == 0, output
+    assert "no two distinct prompts, so none is held out" in output
     assert load(tmp_path / "run.yaml").eval is None
-    code, told = run("init", tmp_path / "file.yaml", *given, "--eval", held_out)
-    assert code == 0, told
+    code, output = run("init", tmp_path / "file.yaml", *given, "--eval", held_out)
+    assert code == 0, output
     assert load(tmp_path / "file.yaml").data.eval == held_out
     assert load(tmp_path / "file.yaml").eval.every == 20
 
 
 @pytest.mark.parametrize("style", ["asynchronous", "clipped", "synchronous"])
-def test_a_config_whose_engines_sleep_while_the_policy_trains_is_synchronous(tmp_path, style):
+def test_a_config_with_a_colocated_layout_is_synchronous(tmp_path, style):
     write_config(tmp_path / "Qwen3-0.6B", "Qwen3-0.6B")
     data = write_prompts(tmp_path / "data.jsonl")
-    code, told = init(tmp_path / "run.yaml", tmp_path / "Qwen3-0.6B", data, 1, style)
-    assert code == 0, told
+    code, output = init(tmp_path / "run.yaml", tmp_path / "Qwen3-0.6B", data, 1, style)
+    assert code == 0, output
     config, text = load(tmp_path / "run.yaml"), (tmp_path / "run.yaml").read_text()
     assert (config.rollout.placement, config.flow.async_ratio) == ("colocated", 0)
     assert (config.controls, config.objective.corrections) == ((), ())
     assert text.startswith("# Synchronous: ")
     assert "keep sampling while the policy trains" not in text
     why = "only a colocated layout fits 1 GPU of 80 GiB"
-    told = re.sub(r"\s+", " ", told)
-    asked_for_another = style != "synchronous"
-    assert (f"synchronous instead of {style}: {why}" in told) == asked_for_another
-    assert (f"# Not {style}: {why}" in text) == asked_for_another
+    output = re.sub(r"\s+", " ", output)
+    another = style != "synchronous"
+    assert (f"synchronous instead of {style}: {why}" in output) == another
+    assert (f"# Not {style}: {why}" in text) == another
 
 
-def test_a_synchronous_run_shares_the_gpus_where_that_fits(tmp_path):
+def test_a_synchronous_run_is_colocated_if_that_fits(tmp_path):
     write_config(tmp_path / "Qwen3-8B", "Qwen3-8B")
     data = write_prompts(tmp_path / "data.jsonl")
     for style, placement in (("synchronous", "colocated"), ("clipped", "disaggregated")):
         out = tmp_path / f"{style}.yaml"
-        code, told = init(out, tmp_path / "Qwen3-8B", data, 8, style)
-        assert code == 0, told
+        code, output = init(out, tmp_path / "Qwen3-8B", data, 8, style)
+        assert code == 0, output
         assert load(out).rollout.placement == placement
 
 
@@ -589,7 +606,7 @@ THINKING = "{% if enable_thinking %}<think>{% endif %}{{ messages }}"
         ("mine", None, 0, 256),
     ],
 )
-def test_a_model_that_thinks_has_room_for_its_thoughts(tmp_path, name, template, gpus, tokens):
+def test_a_model_that_thinks_gets_longer_responses(tmp_path, name, template, gpus, tokens):
     write_config(tmp_path / "sizes", "Qwen3-8B")
     (tmp_path / "sizes").rename(tmp_path / name)
     if not gpus:
@@ -598,17 +615,19 @@ def test_a_model_that_thinks_has_room_for_its_thoughts(tmp_path, name, template,
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
         (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
     out = tmp_path / "run.yaml"
-    code, told = init(out, tmp_path / name, write_prompts(tmp_path / "data.jsonl"), gpus, "clipped")
-    assert code == 0, told
+    code, output = init(
+        out, tmp_path / name, write_prompts(tmp_path / "data.jsonl"), gpus, "clipped"
+    )
+    assert code == 0, output
     assert load(out).rollout.sampling.max_tokens == tokens
 
 
 @pytest.mark.parametrize("name", ["a, b #1: {c}", 'it\'s 50% "new"', "ünï~\\", "- x", "true"])
-def test_a_path_of_any_characters_is_read_back_as_it_is(tmp_path, name):
+def test_paths_with_special_characters_are_quoted(tmp_path, name):
     out, model = tmp_path / "run.yaml", write_model(tmp_path / f"{name}_model")
     data = write_prompts(tmp_path / f"{name}.jsonl")
-    code, told = init(out, model, data, 0, "clipped")
-    assert code == 0, told
+    code, output = init(out, model, data, 0, "clipped")
+    assert code == 0, output
     assert (load(out).model.path, load(out).data.train) == (model, data)
 
 
@@ -616,7 +635,7 @@ def test_a_path_of_any_characters_is_read_back_as_it_is(tmp_path, name):
     ("wrong", "named"),
     [("style", "is not one of"), ("data", "data.train"), ("model", "hf://OWNER/NAME")],
 )
-def test_a_wrong_answer_is_named_and_nothing_is_written(tmp_path, wrong, named):
+def test_a_wrong_answer_is_reported_and_nothing_written(tmp_path, wrong, named):
     answers = {
         "model": write_model(tmp_path),
         "data": write_prompts(tmp_path / "data.jsonl"),
@@ -624,48 +643,48 @@ def test_a_wrong_answer_is_named_and_nothing_is_written(tmp_path, wrong, named):
     }
     answers[wrong] = "nosuch"
     pairs = itertools.chain.from_iterable((f"--{key}", one) for key, one in answers.items())
-    code, told = run("init", tmp_path / "o.yaml", *pairs, "--reward", "arithmetic", "--gpus", "0")
+    code, output = run("init", tmp_path / "o.yaml", *pairs, "--reward", "arithmetic", "--gpus", "0")
     assert code == 2
-    assert named in told
+    assert named in output
     assert not (tmp_path / "o.yaml").exists()
 
 
-def test_columns_of_other_names_are_written_down(tmp_path):
-    """Columns with the usual names are found; others must be named."""
+def test_columns_with_other_names_are_configured(tmp_path):
+    """Usual names of columns are recognised; other columns must be named."""
     data = tmp_path / "data.csv"
     data.write_text("question,solution\n1+1=,2\n2+2=,4\n")
     out, model = tmp_path / "run.yaml", write_model(tmp_path)
     options = ["--model", model, "--data", data, "--reward", "arithmetic", "--gpus", "0"]
-    code, told = run("init", out, *options, "--eval", "none", "--style", "synchronous")
-    assert code == 0, told
-    assert "note: --prompt-key question, as nothing else was given" in told
-    assert "note: --answer-key solution, as nothing else was given" in told
+    code, output = run("init", out, *options, "--eval", "none", "--style", "synchronous")
+    assert code == 0, output
+    assert "note: --prompt-key question by default" in output
+    assert "note: --answer-key solution by default" in output
     assert (load(out).data.prompt_key, load(out).data.answer_key) == ("question", "solution")
-    code, told = run("plan", out)
-    assert code == 0, told
+    code, output = run("plan", out)
+    assert code == 0, output
 
     data.write_text("q,a\n1+1=,2\n2+2=,4\n")
     other = [tmp_path / "other.yaml", *options, "--eval", "none"]
-    code, told = run("init", *other)
-    assert (code, "(its columns: q, a)" in told) == (2, True)
-    code, told = run("init", *other, "--prompt-key", "q")
-    assert (code, "--answer-key COLUMN" in told) == (2, True)
-    code, told = run("init", *other, "--prompt-key", "q", "--answer-key", "b")
-    assert (code, "has no column 'b'" in told) == (2, True)
-    code, told = run("init", *other, "--prompt-key", "q", "--answer-key", "a")
-    assert code == 0, told
+    code, output = run("init", *other)
+    assert (code, "(its columns: q, a)" in output) == (2, True)
+    code, output = run("init", *other, "--prompt-key", "q")
+    assert (code, "--answer-key COLUMN" in output) == (2, True)
+    code, output = run("init", *other, "--prompt-key", "q", "--answer-key", "b")
+    assert (code, "has no column 'b'" in output) == (2, True)
+    code, output = run("init", *other, "--prompt-key", "q", "--answer-key", "a")
+    assert code == 0, output
     countdown = [*options[:4], "--reward", "countdown", "--prompt-key", "q"]
-    code, told = run("init", tmp_path / "c.yaml", *countdown)
-    assert (code, "countdown reads the column" in told) == (2, True)
+    code, output = run("init", tmp_path / "c.yaml", *countdown)
+    assert (code, "countdown reads the column" in output) == (2, True)
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path):
+def test_an_existing_file_is_not_overwritten(tmp_path):
     out = tmp_path / "run.yaml"
     out.write_text("mine")
     data = write_prompts(tmp_path / "data.jsonl")
-    code, told = init(out, write_model(tmp_path), data, 0, "clipped")
+    code, output = init(out, write_model(tmp_path), data, 0, "clipped")
     assert code == 2
-    assert "already exists" in told
+    assert "already exists" in output
     assert out.read_text() == "mine"
-    code, told = run("init", out)  # before anything is asked
-    assert (code, "already exists" in told, "Model" in told) == (2, True, False)
+    code, output = run("init", out)  # before anything is requested
+    assert (code, "already exists" in output, "Model" in output) == (2, True, False)

@@ -1,5 +1,5 @@
 """The plan's arithmetic agrees with the model's own sizes, and an impossible layout is a problem,
-not a crash."""
+not an exception."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import ConfigError, number_of
 from megatron_async_rl.flow.colocated import PHASES
 from megatron_async_rl.plan import totals
-from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
+from megatron_async_rl.plan.fit import ipc_bucket_bytes, twin_bytes
 from megatron_async_rl.plan.layer_memory import layer_activations, stores_scores
 from megatron_async_rl.plan.layout import rank_coordinates, rank_environment
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine, size
@@ -83,7 +83,7 @@ def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
     ("family", "settings"),
     [*((family, {}) for family in FAMILIES), ("llama", {"attention_bias": True})],
 )
-def test_the_counted_parameters_are_those_in_the_checkpoint(tmp_path, family, settings, tied):
+def test_the_parameter_count_is_that_of_the_checkpoint(tmp_path, family, settings, tied):
     folder = save_tiny_model(tmp_path / family, family, tied=tied, **settings)
     shape, _ = read_model(folder)
     counted = 0
@@ -108,7 +108,7 @@ def test_stages_and_tensor_shards_add_up_to_the_model(tmp_path):
     assert 2 * stage_parameters(shape, stage=0, pipeline=1, tensor=2) == one + replicated
 
 
-def test_a_tied_embedding_is_kept_on_the_first_and_on_the_last_stage(tmp_path):
+def test_a_tied_embedding_counts_on_the_first_and_the_last_stage(tmp_path):
     shape = shape_of(tmp_path, tie_word_embeddings=True)
     stages = [stage_parameters(shape, stage=stage, pipeline=2, tensor=1) for stage in range(2)]
     assert sum(stages) == shape.parameters + shape.vocabulary * shape.hidden
@@ -154,7 +154,7 @@ def test_state_per_parameter_follows_dtype_and_sharding(file, dtype, sharded, by
 
 @pytest.mark.parametrize(("gradient_dtype", "buffers"), [("float32", 4), ("bfloat16", 2 + 4)])
 @pytest.mark.parametrize(("mode", "accumulators"), [("exact", 2 * 4), ("cheap", 0)])
-def test_the_measured_baseline_takes_two_float32_gradients_more(
+def test_the_exact_baseline_needs_two_more_float32_gradients(
     file, mode, accumulators, gradient_dtype, buffers
 ):
     config = load(
@@ -173,9 +173,7 @@ def test_the_measured_baseline_takes_two_float32_gradients_more(
 
 
 @pytest.mark.parametrize("budget", [16, 64])
-def test_beside_the_measured_baseline_runs_one_sequence_and_whole_micro_batches_after_it(
-    file, budget
-):
+def test_with_the_exact_baseline_activations_of_one_sequence_count(file, budget):
     def memory(mode, tokens):
         settings = [
             "objective.loss=reinforce",
@@ -207,9 +205,7 @@ def test_beside_the_measured_baseline_runs_one_sequence_and_whole_micro_batches_
         ("{name: ess_lr}", True, 0.0),
     ],
 )
-def test_controls_take_the_gradient_they_keep_and_one_parameter_s_update_at_a_time(
-    file, control, on_gpu, kept
-):
+def test_controls_need_their_gradient_and_one_parameters_update(file, control, on_gpu, kept):
     shape, _ = read_model(file.parent / "model")
     config = load(file, [f"controls=[{control}]"])
     without = rank_memory(load(file), shape, stage=0, data_parallel=1, longest=16, on_gpu=on_gpu)
@@ -229,7 +225,7 @@ def test_controls_take_the_gradient_they_keep_and_one_parameter_s_update_at_a_ti
         ),
     ],
 )
-def test_virtual_stages_need_a_pipeline_whose_layers_they_divide(tmp_path, layout, named):
+def test_virtual_stages_must_divide_the_layers_of_a_pipeline_rank(tmp_path, layout, named):
     file = write_run(tmp_path, num_hidden_layers=4)
     planned = plan(file, *(f"policy.parallel.{setting}" for setting in layout))
     assert keys(planned) == ["policy.parallel.virtual_pipeline"]
@@ -249,15 +245,15 @@ def test_virtual_stages_keep_more_layers_in_flight(tmp_path):
         ]
 
     plain, interleaved = activations(), activations("policy.parallel.virtual_pipeline=2")
-    # Of 8 samples the last stage's norm keeps its input in float32, and what it makes of it; and
-    # log-probs their hidden states.
+    # For 8 samples, the last stage's norm keeps its float32 input and its normalised input, and
+    # log-probs keep their hidden states.
     last_norm = 8 * 16 * shape.hidden * (8 + 4)
     assert plain[0] == 2 * (plain[1] - last_norm)
     interleaved[1] -= last_norm
     assert [4 * found // plain[0] for found in interleaved] == [5, 3]
 
 
-def test_packed_rows_keep_each_tokens_rotations_and_its_attention_twice(tmp_path):
+def test_packed_rows_keep_rotations_per_token_and_attention_twice(tmp_path):
     file = write_run(tmp_path)
     shape, _ = read_model(file.parent / "model")
     padded, packed = (
@@ -297,7 +293,7 @@ def test_a_context_rank_keeps_the_keys_and_values_of_all_ranks(tmp_path, on_gpu)
 
 
 def test_packed_micro_batches_are_counted_by_tokens(file):
-    """A micro-batch that holds a single padded row leaves the rest of its room empty."""
+    """A micro-batch with a single padded row wastes the rest of its budget."""
     found = []
     for name in ("padded", "packed"):
         planned = plan(file, f"policy.sequence={name}", "policy.tokens_per_micro_batch=100000")
@@ -309,7 +305,7 @@ def test_packed_micro_batches_are_counted_by_tokens(file):
     assert found == [samples, math.ceil(samples * longest / budget)]
 
 
-def test_a_sequence_layout_that_there_is_not_is_refused_with_those_there_are(file):
+def test_an_unknown_sequence_layout_is_refused_with_the_valid_ones(file):
     with pytest.raises(ConfigError, match=r"policy\.sequence.*(?s:.)*padded.*packed"):
         load(file, ["policy.sequence=pcked"])
 
@@ -334,8 +330,8 @@ MIXTURE = {
             "does not divide both the 4 experts of a layer and the 3 ranks",
         ),
         (["ranks=4", "pipeline=2", "expert=4"], ["expert"], "and the 2 ranks of a pipeline stage"),
-        (["ranks=2", "tensor=2", "sequence=true"], ["expert"], "expert is 1"),
-        (["ranks=2", "tensor=2", "expert=2"], ["sequence"], "divides tokens over those ranks"),
+        (["ranks=2", "tensor=2", "sequence=true"], ["expert"], "requires a value above 1"),
+        (["ranks=2", "tensor=2", "expert=2"], ["sequence"], "with tensor parallelism requires it"),
     ],
 )
 def test_experts_are_divided_over_the_ranks_of_a_stage(tmp_path, layout, wrong, named):
@@ -353,7 +349,7 @@ def test_a_dense_model_has_no_experts_to_divide(file):
     ]
 
 
-def test_replay_of_experts_requires_some_and_reports_what_it_carries(file, tmp_path):
+def test_routing_replay_requires_experts_and_reports_its_bytes(file, tmp_path):
     assert keys(plan(file, "policy.routing_replay=rollout")) == ["policy.routing_replay"]
     mixture = write_run(tmp_path / "mixture", **MIXTURE)
     asked = ["flow.prompts_per_step=6", "policy.routing_replay=rollout"]
@@ -363,7 +359,7 @@ def test_replay_of_experts_requires_some_and_reports_what_it_carries(file, tmp_p
     assert planned.routed_bytes == 4
     console = Console(file=StringIO(), width=200)
     show_plan(planned, load(mixture, asked), LAPTOP, console)
-    assert "engines chose: 4 bytes a token, up to " in console.file.getvalue()
+    assert "chosen by engines: 4 bytes per token, up to " in console.file.getvalue()
     assert plan(mixture, asked[0]).routed_bytes == 0
 
 
@@ -422,8 +418,8 @@ def test_an_impossible_config_names_its_key(file, overrides, key):
     assert keys(planned) == [key]
 
 
-def test_heads_that_vllms_cpu_kernels_lack_are_refused_before_an_engine_starts(tmp_path):
-    """The list is that of the installed vLLM, which compares at the first request."""
+def test_head_sizes_without_a_cpu_kernel_of_vllm_are_refused(tmp_path):
+    """The sizes come from the installed vLLM, which checks them at the first request."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert list(cpu_head_sizes()) == CPUAttentionBackend.get_supported_head_sizes()
@@ -442,7 +438,7 @@ def test_heads_that_vllms_cpu_kernels_lack_are_refused_before_an_engine_starts(t
         assert plan(write_run(tmp_path / f"fine{head}", head_dim=head)).problems == ()
 
 
-def test_a_cache_in_fp8_needs_heads_of_a_multiple_of_32_on_a_cpu(tmp_path):
+def test_an_fp8_cache_on_a_cpu_requires_head_sizes_of_a_multiple_of_32(tmp_path):
     fp8 = "rollout.vllm.kv_cache_dtype=fp8"
     assert plan(write_run(tmp_path / "fine", head_dim=96), fp8).problems == ()
     odd = write_run(tmp_path / "odd", head_dim=80)
@@ -450,12 +446,12 @@ def test_a_cache_in_fp8_needs_heads_of_a_multiple_of_32_on_a_cpu(tmp_path):
     assert plan(odd, fp8, "policy.device=cuda", machine=NODE).problems == ()
 
 
-def test_a_free_option_of_vllm_is_no_problem_and_its_cpu_rules_bind_no_gpu(file):
+def test_vllm_options_are_accepted_and_cpu_rules_do_not_apply_to_gpus(file):
     options = "rollout.vllm={block_size: 32, enable_chunked_prefill: true}"
     assert keys(plan(file, options, "policy.device=cuda", machine=NODE)) == []
 
 
-def test_a_possible_layout_has_no_problems(file):
+def test_a_valid_layout_has_no_problems(file):
     planned = plan(
         file,
         "policy.parallel.ranks=8",
@@ -468,14 +464,14 @@ def test_a_possible_layout_has_no_problems(file):
     assert len(planned.ranks) == 2
 
 
-def test_the_token_budget_must_hold_the_longest_prompt_and_response(file):
+def test_a_micro_batch_must_have_room_for_the_longest_sample(file):
     longest_prompt = 4
     fits = f"policy.tokens_per_micro_batch={longest_prompt + 8}"
     assert plan(file, fits).problems == ()
 
 
-def test_agents_and_tools_that_cannot_be_are_named_before_anything_starts(file):
-    """Fewer tokens than all segments of a sample have are a problem, too."""
+def test_invalid_agents_and_tools_are_problems_of_the_plan(file):
+    """Too few tokens for all segments of a sample are a problem, too."""
     agent = {"name": "agent", "settings": {"function": "tests.unit.agents:run"}, "max_segments": 3}
     tools = {"name": "tools", "settings": {"functions": "tests.unit.agents:times"}}
     needed = 3 * (4 + 8)
@@ -502,7 +498,7 @@ def test_agents_and_tools_that_cannot_be_are_named_before_anything_starts(file):
     assert "set data.as_chat: true" in plain.fix
 
 
-def test_context_parallel_ranks_are_shown_and_share_a_samples_memory(file):
+def test_context_parallel_ranks_divide_a_samples_memory(file):
     sizes = ["ranks=4", "tensor=2", "context=2"]
     planned = plan(file, *(f"policy.parallel.{size}" for size in sizes))
     ranks = [process.kind for process in planned.processes if process.name.startswith("rank")]
@@ -537,7 +533,7 @@ def test_a_size_that_context_parallelism_does_not_divide_is_named_with_its_fix(f
     assert problem.fix == "set it to at least 12"
 
 
-def test_data_without_the_field_its_reward_reads_is_a_problem(file):
+def test_data_without_a_field_that_the_reward_reads_is_a_problem(file):
     data = file.parent / "train.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2="}\n')
     (problem,) = plan(file).problems
@@ -561,14 +557,14 @@ def test_a_supervised_run_needs_responses_that_fit(file):
     )
     left_out = plan(file, *supervised, "data.max_tokens=6")
     assert left_out.problems == ()
-    note = "1 of 2 rows read of data.train are above data.max_tokens: 6 and left out"
+    note = "1 of the first 2 rows of data.train exceed data.max_tokens: 6 and are left out"
     assert note in left_out.warnings
     (file.parent / "train.jsonl").write_text('{"prompt": "1+1="}\n')
     (problem,) = plan(file, *supervised).problems
     assert "response" in problem.what
 
 
-def test_held_out_responses_of_a_supervised_run_are_read_as_its_own(file):
+def test_held_out_data_of_a_supervised_run_must_have_responses(file):
     held_out = file.parent / "held_out.jsonl"
     supervised = (
         "rollout=null",
@@ -587,7 +583,7 @@ def test_held_out_responses_of_a_supervised_run_are_read_as_its_own(file):
     assert (problem.key, "10 tokens together" in problem.what) == ("data.eval", True)
 
 
-def test_entries_of_the_tokenizer_without_a_row_are_a_problem_where_data_uses_them(tmp_path):
+def test_tokens_without_an_embedding_are_a_problem_if_the_data_uses_them(tmp_path):
     file = write_run(tmp_path, vocab_size=13)  # the last of 14 is "="
     planned = plan(file)
     assert keys(planned) == ["data.train"]
@@ -618,10 +614,10 @@ def test_a_missing_shard_of_the_weights_is_a_problem(file):
 def test_weights_in_another_format_are_a_problem(file):
     (file.parent / "model" / "model.safetensors").rename(file.parent / "model" / "weights.bin")
     (problem,) = plan(file).problems
-    assert "holds no *.safetensors weights" in problem.what
+    assert "contains no *.safetensors weights" in problem.what
 
 
-def test_ranks_and_engines_each_take_a_gpu(file):
+def test_each_rank_and_each_engine_has_a_gpu(file):
     overrides = (
         "policy.device=auto",
         "policy.parallel.ranks=4",
@@ -643,7 +639,7 @@ def test_ranks_and_engines_each_take_a_gpu(file):
     assert shared.problems == ()
 
 
-def test_over_several_nodes_each_has_its_share_of_the_ranks_and_the_first_the_engines(file):
+def test_ranks_divide_over_nodes_and_engines_are_on_the_first(file):
     overrides = (
         "policy.device=auto",
         "policy.parallel.ranks=8",
@@ -660,7 +656,7 @@ def test_over_several_nodes_each_has_its_share_of_the_ranks_and_the_first_the_en
     ]
     (problem,) = plan(file, *overrides, "rollout.engines=5", machine=two).problems
     assert problem.what == "4 ranks a node and 5 engines need 9 GPUs, and a node has 8"
-    assert "weights.transport: relay" in problem.fix
+    assert "set weights.transport to relay" in problem.fix
     (problem,) = plan(file, "policy.parallel.ranks=1", machine=replace(LAPTOP, nodes=2)).problems
     assert problem.what == "1 rank does not divide over 2 nodes (--nnodes)"
     assert problem.fix == "set ranks to a multiple of 2, or change --nnodes"
@@ -668,7 +664,7 @@ def test_over_several_nodes_each_has_its_share_of_the_ranks_and_the_first_the_en
     assert keys(plan(file, *shared, "flow.async_ratio=0", machine=two)) == ["policy.parallel.ranks"]
 
 
-def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):
+def test_each_worker_of_an_engine_has_a_gpu_and_a_part_of_the_model(file):
     overrides = (
         "policy.device=auto",
         "policy.parallel.ranks=4",
@@ -682,14 +678,14 @@ def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):
         "GPU 6-7",
     ]
     (problem,) = plan(file, *overrides[:3], "rollout.engines=3", machine=NODE).problems
-    assert problem.what == "4 ranks and 3 engines of 2 GPUs need 10 GPUs, and this machine shows 8"
+    assert problem.what == "4 ranks and 3 engines of 2 GPUs need 10 GPUs, and this machine has 8"
     (problem,) = plan(file, "rollout.tensor=3").problems
     assert problem.key == "rollout.tensor"
     assert "3 does not divide the model's 4 attention heads and 2 key-value heads" in problem.what
     assert problem.fix == "set it to one of: 1, 2"
 
 
-def test_ranks_that_one_machine_has_no_gpus_for_may_be_on_several(file):
+def test_too_many_ranks_for_one_machine_may_be_on_several(file):
     named = described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
     on = ("policy.device=auto", "policy.parallel.ranks=16", "flow.prompts_per_step=16")
     [problem] = plan(file, *on, machine=named).problems
@@ -697,7 +693,7 @@ def test_ranks_that_one_machine_has_no_gpus_for_may_be_on_several(file):
     assert "divide the ranks over more machines (--nodes; NNODES of the launcher)" in problem.fix
 
 
-def test_the_stages_of_an_engine_multiply_its_gpus_and_divide_its_layers(file):
+def test_pipeline_stages_of_an_engine_multiply_its_gpus(file):
     overrides = (
         "policy.device=auto",
         "policy.parallel.ranks=4",
@@ -710,7 +706,7 @@ def test_the_stages_of_an_engine_multiply_its_gpus_and_divide_its_layers(file):
     assert engine.device == "GPU 4-7"
     assert "4 workers" in engine.kind
     (problem,) = plan(file, *overrides, "rollout.engines=2", machine=NODE).problems
-    assert problem.what == "4 ranks and 2 engines of 4 GPUs need 12 GPUs, and this machine shows 8"
+    assert problem.what == "4 ranks and 2 engines of 4 GPUs need 12 GPUs, and this machine has 8"
     assert "rollout.engines, rollout.tensor or rollout.pipeline;" in problem.fix
     shape, _ = read_model(load(file).model.path)
     left_out = shape.layer_sharded + shape.layer_replicated  # a layer, and one of the two tables
@@ -725,16 +721,16 @@ def test_the_stages_of_an_engine_multiply_its_gpus_and_divide_its_layers(file):
     assert (problem.key, problem.fix) == ("rollout.pipeline", "set it to at most 2")
 
 
-def test_engines_divide_only_experts_that_there_are_and_quantise_none_on_a_cpu(file, tmp_path):
+def test_expert_parallel_engines_need_experts_and_cpus_do_not_quantise_them(file, tmp_path):
     divided = ("rollout.tensor=2", "rollout.vllm.enable_expert_parallel=true")
     (problem,) = plan(file, *divided).problems
-    assert problem.what == "2 workers to divide the model's 0 experts"
+    assert problem.what == "2 workers cannot divide the model's 0 experts"
     quantised = ("model.dtype=bfloat16", "rollout.vllm.quantization=fp8_per_channel")
     full, eight_bit = plan(file, quantised[0]), plan(file, *quantised)
     assert eight_bit.problems == ()
     assert eight_bit.engine.layer < 0.6 * full.engine.layer
     (warning,) = set(eight_bit.warnings) - set(full.warnings)
-    assert "log-probs of samples are those of quantised weights" in warning
+    assert "samples have log-probs of quantised weights" in warning
     mixture = write_run(tmp_path / "mixture", **MIXTURE)
     assert keys(plan(mixture, *quantised)) == ["rollout.vllm.quantization"]
 
@@ -750,24 +746,24 @@ def test_a_stop_token_that_the_model_does_not_have_is_refused(file):
 
 
 def test_an_absent_reward_server_is_reported_without_waiting(file, monkeypatch):
-    def told(port, timeout_s):
+    def notes(port, timeout_s):
         settings = f"{{url: 'http://127.0.0.1:{port}/x'}}"
         reward = f"{{name: http, timeout_s: {timeout_s}, settings: {settings}}}"
         planned = plan(file, f"rollout.reward={reward}")
         assert planned.problems == ()
-        return [one for one in planned.warnings if "answers" in one]
+        return [one for one in planned.warnings if "no server" in one]
 
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        # A response that was tried would time out, which is a problem.
-        (note,) = told(port, timeout_s=0.1)
+        # A trial of the reward would time out, which is a problem.
+        (note,) = notes(port, timeout_s=0.1)
         assert note.startswith(
-            f"rollout.reward: no server answers at 127.0.0.1:{port} (Connection re"
+            f"rollout.reward: no server accepts connections at 127.0.0.1:{port} (Connection re"
         )
         server.listen()  # and never answers
         monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 0.1)
-        assert told(port, timeout_s=30) == []
+        assert notes(port, timeout_s=30) == []
 
 
 def test_the_whole_model_must_fit_into_shared_memory(file):
@@ -776,14 +772,14 @@ def test_the_whole_model_must_fit_into_shared_memory(file):
 
 
 def relayed_plan(file: Path, machine: Machine = LAPTOP) -> tuple[RunPlan, str]:
-    """And what it shows."""
+    """Return the plan of a run with relay, and its output."""
     planned = plan(file, "weights.transport=relay", machine=machine)
     console = Console(record=True, width=200, file=StringIO())
     show_plan(planned, load(file, ["weights.transport=relay"]), machine, console)
     return planned, console.export_text()
 
 
-def test_by_relay_the_plan_has_the_agents_and_what_other_machines_must_hold(file, monkeypatch):
+def test_with_relay_the_plan_has_agents_and_memory_on_other_machines(file, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
     planned, shown = relayed_plan(file)
     assert planned.problems == ()
@@ -794,18 +790,18 @@ def test_by_relay_the_plan_has_the_agents_and_what_other_machines_must_hold(file
     assert relays.device == "each other machine with engines"
     assert engine.device == "1 thread of any machine"
     two = 2 * planned.engine.weights
-    assert f"each other machine with engines: {size(two)} in /dev/shm, two versions" in shown
+    assert f"each other machine with engines: {size(two)} in /dev/shm (two versions)" in shown
     assert "relays" not in [one.name for one in plan(file).processes]
 
 
-def test_a_relay_without_a_cluster_to_join_is_noted(file, monkeypatch):
+def test_relay_without_a_cluster_is_noted(file, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     planned, _ = relayed_plan(file)
     (note,) = (one for one in planned.warnings if "RAY_ADDRESS" in one)
     assert "all engines run here" in note
 
 
-def test_by_relay_engines_need_no_gpus_of_the_trainers_machine(file, monkeypatch):
+def test_with_relay_engines_may_use_gpus_of_other_machines(file, monkeypatch):
     eight, relay = ["policy.parallel.ranks=8", "policy.device=cuda"], "weights.transport=relay"
     too_few = ["policy.parallel.ranks"]
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -826,18 +822,18 @@ def test_by_relay_engines_need_no_gpus_of_the_trainers_machine(file, monkeypatch
         ),
     ],
 )
-def test_only_shared_memory_brings_weights_to_the_policys_own_devices(file, transport, why):
+def test_colocated_engines_require_shared_memory_or_ipc(file, transport, why):
     refused = rf"weights.transport: {transport} {why}.*set weights.transport: shared_memory"
     with pytest.raises(ConfigError, match=refused):
         load(file, [f"weights.transport={transport}", "rollout.placement=colocated"])
 
 
-def test_buckets_are_lent_to_engines_on_the_policys_own_devices_alone(file):
+def test_ipc_requires_colocated_engines(file):
     with pytest.raises(ConfigError, match=r"cuda_ipc passes .* same devices, and .*disaggregated"):
         load(file, ["weights.transport=cuda_ipc"])
 
 
-LENT = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=colocated")
+IPC = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=colocated")
 
 
 @pytest.mark.parametrize(
@@ -848,20 +844,20 @@ LENT = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=coloc
         (
             ("policy.device=cuda", "rollout.engines=4"),
             1,
-            "4 engines take 4 GPUs, and 2 have a rank",
-            "set rollout.engines to at most 2, policy.parallel.ranks to 4, or this to"
+            "4 engines use 4 GPUs, but only 2 have a rank",
+            "set rollout.engines to at most 2, policy.parallel.ranks to 4, or weights.transport to"
             " shared_memory",
         ),
         (
             ("policy.device=cuda", "policy.parallel.ranks=1", "rollout.tensor=2"),
             1,
-            "1 engine of 2 GPUs takes 2 GPUs, and 1 has a rank",
-            "set policy.parallel.ranks to 2, or this to shared_memory",
+            "1 engine of 2 GPUs uses 2 GPUs, but only 1 has a rank",
+            "set policy.parallel.ranks to 2, or weights.transport to shared_memory",
         ),
     ],
 )
 def test_engines_that_could_not_map_a_ranks_memory_are_refused(file, settings, nodes, what, fix):
-    two = ("policy.parallel.ranks=2", *LENT, *settings)
+    two = ("policy.parallel.ranks=2", *IPC, *settings)
     machine = NODE if "policy.device=cuda" in settings else LAPTOP
     problems = plan(file, *two, machine=replace(machine, nodes=nodes)).problems
     (problem,) = (one for one in problems if one.key == "weights.transport")
@@ -871,28 +867,28 @@ def test_engines_that_could_not_map_a_ranks_memory_are_refused(file, settings, n
     assert plan(file, *two, *fitting, machine=machine).problems == ()
 
 
-def test_where_buckets_are_lent_dev_shm_holds_two_of_each_rank_on_a_cpu(file, monkeypatch):
+def test_with_ipc_on_a_cpu_dev_shm_contains_two_buckets_per_rank(file, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    planned = plan(file, "policy.parallel.ranks=2", *LENT)
-    lent = lent_bytes(load(file, LENT), planned.engine)
-    assert 0 < lent <= 2 * planned.engine.weights
-    room = replace(LAPTOP, shared_memory=2 * lent)
-    assert plan(file, "policy.parallel.ranks=2", *LENT, machine=room).problems == ()
-    room = replace(room, shared_memory=2 * lent - 1)
-    (problem,) = plan(file, "policy.parallel.ranks=2", *LENT, machine=room).problems
-    assert problem.what.startswith("two buckets of each of 2 ranks, ")
-    on_gpus = plan(file, "policy.device=cuda", *LENT, machine=replace(NODE, shared_memory=0))
+    planned = plan(file, "policy.parallel.ranks=2", *IPC)
+    buckets = ipc_bucket_bytes(load(file, IPC), planned.engine)
+    assert 0 < buckets <= 2 * planned.engine.weights
+    room = replace(LAPTOP, shared_memory=2 * buckets)
+    assert plan(file, "policy.parallel.ranks=2", *IPC, machine=room).problems == ()
+    room = replace(room, shared_memory=2 * buckets - 1)
+    (problem,) = plan(file, "policy.parallel.ranks=2", *IPC, machine=room).problems
+    assert problem.what.startswith("two buckets of each of 2 ranks (")
+    on_gpus = plan(file, "policy.device=cuda", *IPC, machine=replace(NODE, shared_memory=0))
     assert on_gpus.problems == ()
     assert not any("RAY_ADDRESS" in note for note in planned.warnings)
 
 
-def test_by_collective_each_engine_has_versions_of_its_own(file, monkeypatch):
+def test_with_collective_each_engine_has_its_own_versions(file, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     weights = plan(file).engine.weights
     room = replace(LAPTOP, shared_memory=5 * weights)
     settings = ["weights.transport=collective", "rollout.engines=2"]
     (problem,) = plan(file, *settings, machine=room).problems
-    assert "two versions of the model, and two for each of 2 engines, " in problem.what
+    assert "two versions of the model, and two for each of 2 engines (" in problem.what
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
     planned = plan(file, *settings, machine=room)
     assert planned.problems == ()
@@ -900,13 +896,13 @@ def test_by_collective_each_engine_has_versions_of_its_own(file, monkeypatch):
     assert sender.device == "rank 0's machine"
 
 
-def test_a_collective_on_one_machine_is_noted(file, monkeypatch):
+def test_collective_on_one_machine_is_noted(file, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     noted = plan(file, "weights.transport=collective").warnings
     assert any("all engines run here, where shared_memory copies nothing" in one for one in noted)
 
 
-def test_shared_memory_without_room_for_the_samples_of_a_step_is_noted(file, monkeypatch):
+def test_shared_memory_too_small_for_the_samples_of_a_step_is_noted(file, monkeypatch):
     assert object_store_bytes(8, 10**6) == 4 * 8 * (17 * 10**6 + 512)
     machine = Machine(cores=2, memory=16 * GIB, shared_memory=512 * 2**20, gpus=())
     assert not [one for one in plan(file, machine=machine).warnings if "object store" in one]
@@ -925,7 +921,7 @@ def test_more_processes_than_cores_and_a_small_cache_are_only_notes(file):
     assert len(planned.warnings) == 2
 
 
-def test_the_law_on_the_screen_is_the_law_of_the_flow(file):
+def test_the_printed_staleness_bound_is_that_of_the_flow(file):
     assert "lag 0" in staleness_law(load(file, ["flow.async_ratio=0"]))
     law = staleness_law(load(file, ["flow.async_ratio=1.5"]))
     assert "= 2" in law
@@ -933,7 +929,7 @@ def test_the_law_on_the_screen_is_the_law_of_the_flow(file):
     assert "at most 10 prompts (20 responses)" in law
 
 
-def test_engine_cache_counts_tokens_of_the_models_dtype(file):
+def test_the_engine_cache_is_counted_in_tokens_of_the_models_dtype(file):
     engine = plan(file, "rollout.kv_cache_gib=0.0009765625").engine
     assert engine is not None
     assert engine.bytes_per_token == 2 * 2 * 2 * 32 * 4
@@ -964,7 +960,7 @@ def test_the_plan_command_takes_less_than_two_seconds(file):
 
 
 def one_line(text: str) -> str:
-    """A screen without its line breaks."""
+    """Return the output without its line breaks."""
     return re.sub(r"\s+", " ", text)
 
 
@@ -979,10 +975,10 @@ def test_the_verdict_is_the_last_line_and_the_config_is_shown_on_request(file):
     code, output = planned_on_a_laptop(file, "--gpus", "8", "policy.device=cuda")
     assert code == 0, output
     (verdict,) = re.findall(r"verdict: .*", one_line(output))
-    assert "not checked, as the files are not here: data.train; host memory not" in verdict
+    assert "not checked, because the files are not here: data.train; host memory not" in verdict
 
 
-def test_the_verdict_names_what_train_would_refuse(file):
+def test_the_verdict_names_a_refused_run_directory(file):
     (file.parent / "out").mkdir()
     (file.parent / "out" / "config.yaml").write_text(dump(load(file)))
     write_status(file.parent / "out", Status(phase="training", step=2, steps=4, time=0.0))
@@ -993,7 +989,7 @@ def test_the_verdict_names_what_train_would_refuse(file):
 
 
 def test_no_line_of_a_plan_is_wider_than_100_columns(tmp_path):
-    """On many ranks, stages and machines, too."""
+    """The plan has many ranks, stages and machines."""
     file = write_run(tmp_path, num_hidden_layers=8)
     many = [
         "policy.parallel={ranks: 64, pipeline: 8}",
@@ -1010,9 +1006,9 @@ def test_no_line_of_a_plan_is_wider_than_100_columns(tmp_path):
         file, *many, "--gpus", "8", "--nodes", "16", "--trainer-nodes", "8", "--resolved"
     )
     assert code == 0, output
-    # Words, such as paths, are not broken.
+    # Long words, such as paths, are not broken.
     assert [one for one in output.splitlines() if len(one) > 100 and " " in one.strip()] == []
-    assert "(3 stages between them are not shown)" in output
+    assert "(3 stages before the last are not shown)" in output
     assert "stage 7" in output
 
 
@@ -1047,7 +1043,7 @@ def test_host_memory_is_summed_over_the_ranks_and_engines_of_each_machine(file, 
     assert all(host.total == sum(parts(host).values()) for host in planned.hosts)
 
     by_collective = plan(file, *overrides, "weights.transport=collective", machine=cluster)
-    # Four engines fit next to the ranks of a machine, eight on one of engines alone.
+    # Four engines fit next to the ranks of a machine, eight on a machine with engines only.
     copies = [host.shared_memory // planned.engine.weights for host in by_collective.hosts[1:]]
     assert copies == [2 * 4, 2 * 8]
 
@@ -1058,14 +1054,14 @@ def test_host_memory_is_summed_over_the_ranks_and_engines_of_each_machine(file, 
     assert host.total > host.certain + 2 * here.engine.cache
 
 
-def test_a_machine_without_the_host_memory_is_refused_with_what_helps(tmp_path):
-    """The sum over a machine's ranks: one rank alone would fit."""
+def test_too_little_host_memory_is_refused_with_a_fix(tmp_path):
+    """The sum over a machine's ranks counts: one rank would fit."""
     file = large_model(tmp_path)
     small = (*EIGHT_RANKS, *EIGHT_GPUS, "80", "--host-memory")
     code, output = planned_on_a_laptop(file, *small, "100")
     assert code == 2
     assert "host memory" in output
-    assert "of host memory are needed of 100.0 GiB" in output
+    assert "of host memory are needed, more than the available 100.0 GiB" in output
     assert "copies for asynchronous checkpoints" in output
     assert "set checkpoint.asynchronous: false (then " in output
     code, output = planned_on_a_laptop(file, *small, "2000")
@@ -1084,7 +1080,7 @@ def test_a_machine_without_the_host_memory_is_refused_with_what_helps(tmp_path):
     assert "note: about" in output
 
 
-def test_totals_of_a_run_are_those_of_its_steps(file):
+def test_totals_are_sums_over_all_steps(file):
     (file.parent / "train.jsonl").write_text(
         "".join(f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(10, 30))
     )
@@ -1100,9 +1096,9 @@ def test_totals_of_a_run_are_those_of_its_steps(file):
     assert sums.checkpoint == shape.parameters * (4 + 8), "float32 weights and two moments"
     assert sums.hours(36.0) == 0.5
     words = one_line(sums.as_text(72.0))
-    assert "1 h for 50 steps; without" in words
+    assert "1 h for 50 steps, without" in words
     assert "10 of train (20 rows)" in words
-    assert "up to 3 at once, one of them being written" in words
+    assert "up to 3 at a time, including the one being written" in words
     gpus = replace(sums, gpus=8)
     assert "8 GPU-hours on 8 GPUs" in gpus.as_text(72.0)
 
@@ -1110,9 +1106,7 @@ def test_totals_of_a_run_are_those_of_its_steps(file):
     assert plan(file, "run.steps=50", "checkpoint.every=30").totals.checkpoints == 2
 
 
-def test_epochs_of_a_mixture_follow_its_weights_and_rows_beyond_the_plans_are_counted(
-    file, monkeypatch
-):
+def test_epochs_of_a_mixture_follow_its_weights_and_count_all_rows(file, monkeypatch):
     monkeypatch.setattr("megatron_async_rl.plan.preflight.PROMPTS_IN_A_PLAN", 4)
     row = '{"prompt": "1+1=", "answer": "2"}\n'
     for name, rows in (("a", 30), ("b", 5)):
@@ -1133,7 +1127,7 @@ def test_held_out_prompts_in_the_training_data_are_reported(file: Path) -> None:
     assert not any("data.eval" in warning for warning in plan(file, *evaluated).warnings)
     held_out.write_text('{"prompt": "1+2=", "answer": "3"}\n{"prompt": "2+2=", "answer": "4"}\n')
     told = [warning for warning in plan(file, *evaluated).warnings if "data.eval" in warning]
-    assert told == ["1 of 2 prompts of data.eval are in data.train too, such as '2+2='"]
+    assert told == ["1 of 2 prompts of data.eval are also in data.train, such as '2+2='"]
 
 
 LLAMA_8B = {
@@ -1159,14 +1153,14 @@ def activations_of_8b(tmp_path: Path, *overrides: str, on_gpu: bool = True) -> i
     return memory.activations
 
 
-def test_attention_scores_count_only_where_torch_keeps_them(tmp_path: Path) -> None:
+def test_attention_scores_count_only_if_torch_keeps_them(tmp_path: Path) -> None:
     bfloat16 = "model.dtype=bfloat16"
     assert activations_of_8b(tmp_path, bfloat16) < 40 * GIB
     assert activations_of_8b(tmp_path, on_gpu=False) < 100 * GIB
     assert activations_of_8b(tmp_path) > 200 * GIB, "float32, grouped queries, GPU: no fused kernel"
 
 
-def test_norms_behind_attention_and_mlp_keep_their_inputs_too(tmp_path: Path) -> None:
+def test_norms_after_attention_and_mlp_keep_their_inputs(tmp_path: Path) -> None:
     """Two more of them in each of 32 layers of 16k tokens, bfloat16, on every rank: input and
     normed one in float32; and Gemma's norms of heads."""
     shapes = (shape_of(tmp_path, **LLAMA_8B | also) for also in ({}, GEMMA))
@@ -1184,7 +1178,7 @@ def test_norms_behind_attention_and_mlp_keep_their_inputs_too(tmp_path: Path) ->
     assert gemma - plain == 32 * 16384 * (2 * 4096 + heads) * 8
 
 
-def test_recomputation_keeps_inputs_of_layers_or_no_scores(tmp_path: Path) -> None:
+def test_recomputation_keeps_layer_inputs_or_leaves_out_scores(tmp_path: Path) -> None:
     """32 layers of 16k tokens over eight ranks; one layer at a time is whole; the last norm's
     input; and hidden states for log-probs, whole on each rank."""
     sequence, hidden = "policy.parallel.sequence=true", 16384 * 4096 * 4
@@ -1200,7 +1194,7 @@ def test_recomputation_keeps_inputs_of_layers_or_no_scores(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_our_attention_keeps_no_scores_on_the_cpu(tmp_path, dtype, kv_heads):
+def test_attention_on_the_cpu_does_not_keep_scores(tmp_path, dtype, kv_heads):
     from types import SimpleNamespace
 
     from megatron_async_rl.policy.attention import CoreAttention
@@ -1314,7 +1308,7 @@ def test_a_model_that_the_ranks_would_refuse_is_refused_by_the_plan(tmp_path, ch
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": True},
     ],
 )
-def test_a_model_that_the_ranks_take_is_planned(tmp_path, changes):
+def test_a_model_that_the_ranks_accept_is_planned(tmp_path, changes):
     assert plan(write_run(tmp_path, **changes)).problems == ()
 
 
@@ -1339,11 +1333,11 @@ def test_a_cluster_is_planned_from_a_laptop_without_its_data_or_weights(file):
     assert code == 0, output
     assert "as described: 4 nodes, each with 8 x GPU of 80 GiB" in output
     assert "GPU 3 of node 3" in output
-    assert "not here, so not checked" in output
+    assert "not checked, because it is not here" in output
     assert "train.jsonl" in output
 
 
-def test_a_described_cluster_still_has_to_hold_the_run(file):
+def test_a_run_must_fit_a_described_cluster(file):
     code, output = planned_on_a_laptop(
         file, *ON_CLUSTER, "policy.parallel.ranks=24", "flow.prompts_per_step=24", *CLUSTER
     )
@@ -1363,20 +1357,18 @@ def test_a_described_cluster_still_has_to_hold_the_run(file):
         (("model.path=nowhere",), "cannot run here: model.path: "),
         (("data.train=nowhere.jsonl",), "cannot run here: data.train: "),
         (("data.prompt_key=asked", "data.train=nowhere.jsonl"), "cannot run here: data.train: "),
-        (("policy.device=cuda",), "cannot run here: policy.device: cuda, but there is no GPU"),
+        (("policy.device=cuda",), "cannot run here: policy.device: cuda, but no GPU was found"),
         (("rollout.sampling.max_tokens=100000",), "cannot run here: "),
     ],
 )
-def test_a_refused_plan_shows_what_is_known_then_the_problems_and_last_the_verdict(
-    file, arguments, verdict
-):
+def test_a_refused_plan_ends_with_its_problems_and_the_verdict(file, arguments, verdict):
     code, output = planned_on_a_laptop(file, *arguments)
     assert code == 2, output
     headings = [line for line in output.splitlines() if line in ("processes", "totals", "problems")]
     assert headings[0] == "processes"
     assert headings[-1] == "problems"
     assert "lag        " in output
-    assert "not known; " not in output.partition("totals")[0]
+    assert "unknown; " not in output.partition("totals")[0]
     last = " ".join(output.rpartition("\nverdict: ")[2].split())
     assert last.startswith("does not fit " if verdict == "fit" else verdict)
     problems = output.rpartition("\nproblems\n")[2]
@@ -1384,8 +1376,8 @@ def test_a_refused_plan_shows_what_is_known_then_the_problems_and_last_the_verdi
     assert [one for one in output.splitlines() if len(one) > 100 and " " in one.strip()] == []
 
 
-def test_a_refusal_for_memory_does_not_rest_on_data_that_were_not_read(file):
-    """Prompts of unknown length might have 16,384 tokens, and their activations no room."""
+def test_unread_data_never_refuses_a_plan_for_memory(file):
+    """Prompts of unknown length might have 16,384 tokens, whose activations would not fit."""
     (file.parent / "model" / "chat_template.jinja").unlink(missing_ok=True)
     planned = plan(file, "data.as_chat=true")
     assert keys(planned) == ["data.train"]
@@ -1393,28 +1385,28 @@ def test_a_refusal_for_memory_does_not_rest_on_data_that_were_not_read(file):
     assert any("the data was not read" in one for one in planned.warnings)
 
 
-def test_gpus_that_no_process_takes_are_named_in_the_totals(file):
+def test_idle_gpus_are_reported_in_the_totals(file):
     code, output = planned_on_a_laptop(file, *ON_CLUSTER, *CLUSTER)
     assert code == 0, output
-    idle = "idle 12 GPUs of 32: ranks and engines take 20 (policy.parallel.ranks, rollout.engines)"
+    idle = "idle 12 GPUs of 32: ranks and engines use 20 (policy.parallel.ranks, rollout.engines)"
     assert idle in " ".join(output.split())
     whole = (*ON_CLUSTER, "policy.parallel.ranks=28", "flow.prompts_per_step=28", *CLUSTER)
     assert "\nidle " not in planned_on_a_laptop(file, *whole)[1]
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_plan_counts_one_thing_in_the_singular(file, count):
+def test_a_plan_uses_the_singular_for_one(file, count):
     many = (f"policy.parallel.ranks={count}", f"rollout.engines={count}")
     _, output = planned_on_a_laptop(file, *many, f"flow.prompts_per_step={4 * count}")
     wrong = re.findall(r"(?<![\d.,-])1 (?:[a-z-]+ )?(?:ranks|engines|GPUs|samples|steps)\b", output)
     assert wrong == []
-    assert f"on each of {number_of('data-parallel rank', count)}, " in output
+    assert f"; {number_of('data-parallel rank', count)}, " in one_line(output)
 
 
 RELAYED = (*ON_CLUSTER, "weights.transport=relay")
 
 
-def test_machines_of_engines_alone_are_planned_beside_those_with_ranks(file):
+def test_machines_with_engines_only_are_planned(file):
     divided = (*RELAYED, "rollout.tensor=2", *CLUSTER, "--trainer-nodes", "2")
     code, output = planned_on_a_laptop(file, *divided)
     assert code == 0, output
@@ -1422,11 +1414,11 @@ def test_machines_of_engines_alone_are_planned_beside_those_with_ranks(file):
     assert dict(re.findall(r"^(nodes? [-\d]+) +(.*\S)", output, re.M)) == {
         "node 0": "ranks 0-7 on GPU 0-7; the controller",
         "node 1": "ranks 8-15 on GPU 0-7",
-        "nodes 2-3": "engines alone, 4 at most on each",
+        "nodes 2-3": "engines only, 4 at most on each",
     }
 
 
-def test_engines_that_find_no_gpu_on_the_machines_named_are_refused(file):
+def test_more_engines_than_the_machines_have_gpus_for_are_refused(file):
     def ranks(count: int) -> tuple[str, ...]:
         return (*RELAYED, f"policy.parallel.ranks={count}", f"flow.prompts_per_step={count}")
 
@@ -1440,7 +1432,7 @@ def test_engines_that_find_no_gpu_on_the_machines_named_are_refused(file):
     assert code == 2
     room = "there is room for 12: 2 on a node with ranks, 8 on each of 1 without"
     assert f"13 engines, and {room}" in output
-    more = "plan for 4 machines, and 2 of them have ranks (--nodes 4 --trainer-nodes 2)"
+    more = "plan for 4 machines, 2 of them with ranks (--nodes 4 --trainer-nodes 2)"
     assert f"set it to at most 12, or {more}" in " ".join(output.split())
     # An engine's two workers are on one machine.
     two = ("rollout.tensor=2", "rollout.engines=5", *beside)
@@ -1455,11 +1447,11 @@ def test_engines_that_find_no_gpu_on_the_machines_named_are_refused(file):
         (("--nodes", "2", "--trainer-nodes", "3"), "3 of 2 machines"),
         (
             ("--nodes", "4", "--trainer-nodes", "2"),
-            "2 machines are for engines alone, and all engines are on rank 0's",
+            "2 machines are for engines only, and all engines run on rank 0's",
         ),
     ],
 )
-def test_machines_that_would_have_nothing_are_refused(file, arguments, said):
+def test_machines_without_ranks_and_engines_are_refused(file, arguments, said):
     code, output = planned_on_a_laptop(file, *ON_CLUSTER, "--gpus", "8", *arguments)
     assert code == 2
     assert "--trainer-nodes" in output
@@ -1467,7 +1459,7 @@ def test_machines_that_would_have_nothing_are_refused(file, arguments, said):
 
 
 def test_ranks_that_exchange_activations_between_machines_are_reported(file):
-    note = "a node has 3 of them, so this passes over the network between machines"
+    note = "a node has 3 ranks, so activations pass over the network between machines"
     six = ("policy.device=cuda", "policy.parallel.ranks=6", "policy.parallel.tensor=2")
     planned = plan(file, *six, "flow.prompts_per_step=6", machine=replace(NODE, nodes=2))
     assert [note in one for one in planned.warnings].count(True) == 1
@@ -1476,7 +1468,7 @@ def test_ranks_that_exchange_activations_between_machines_are_reported(file):
     assert not [one for one in alone.warnings if "over the network" in one]
 
 
-def test_machines_of_engines_are_a_cluster_before_ray_is_started(file, monkeypatch):
+def test_rollout_nodes_count_as_a_cluster_before_ray_starts(file, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     eight = ("policy.parallel.ranks=8", "policy.device=cuda", "weights.transport=relay")
     beside = replace(NODE, engine_nodes=1)
@@ -1501,13 +1493,13 @@ def added_up(parts: OverheadParts) -> int:
 
 
 def large_model(tmp_path: Path) -> Path:
-    """A run of an 8B model, described on a machine that has no weights of it."""
+    """Write a run of an 8B model without its weights."""
     file = write_run(tmp_path, **LLAMA_8B)
     (tmp_path / "model" / "model.safetensors").unlink(missing_ok=True)
     return file
 
 
-def test_a_rank_too_large_for_its_gpu_is_refused_with_parts_and_what_helps(tmp_path):
+def test_a_rank_too_large_for_its_gpu_is_refused_with_a_fix(tmp_path):
     code, output = planned_on_a_laptop(large_model(tmp_path), *EIGHT_RANKS, *EIGHT_GPUS, "40")
     assert code == 2, output
     assert "policy.parallel\n  each rank, training: about 5" in output
@@ -1516,7 +1508,7 @@ def test_a_rank_too_large_for_its_gpu_is_refused_with_parts_and_what_helps(tmp_p
     assert "distributed_optimizer" not in output, "it is on"
 
 
-def test_every_key_that_a_refusal_names_lowers_what_is_needed(tmp_path):
+def test_every_key_in_a_fix_lowers_the_memory(tmp_path):
     file, machine = large_model(tmp_path), described_machine(gpus=8, gpu_memory_gib=40, nodes=1)
     whole = (*EIGHT_RANKS, "policy.parallel.distributed_optimizer=false")
     refused = plan(file, *whole, machine=machine)
@@ -1544,10 +1536,10 @@ def test_every_key_that_a_refusal_names_lowers_what_is_needed(tmp_path):
         ("b200", ["tensor=2"], None),
     ],
 )
-def test_ranks_have_one_queue_where_messages_must_come_before_kernels(
+def test_ranks_have_one_hardware_queue_if_communication_must_come_first(
     file: Path, chip: str | None, layout: list[str], wanted: str | None
 ) -> None:
-    """Megatron-Core's own training refuses tensor and context parallelism up to Hopper without."""
+    """Up to Hopper, Megatron-Core's training requires it with tensor or context parallelism."""
     gpus = described_machine(
         gpus=8, gpu_memory_gib=80, nodes=1, chip=CHIPS[chip] if chip is not None else None
     )
@@ -1571,7 +1563,7 @@ def test_ranks_planned_for_a_gpu_that_torch_cannot_use_do_not_run_on_the_cpu(
     assert "the policy should run on CUDA, and torch sees no CUDA device" in log.read_text()
 
 
-def test_a_rank_is_refused_above_its_gpus_memory_and_noted_just_below(tmp_path):
+def test_a_rank_is_refused_above_the_gpus_memory_and_noted_just_below(tmp_path):
     file = large_model(tmp_path)
     described = described_machine(gpus=8, gpu_memory_gib=800, nodes=1)
     on = ("policy.device=cuda", "model.dtype=bfloat16")
@@ -1585,11 +1577,11 @@ def test_a_rank_is_refused_above_its_gpus_memory_and_noted_just_below(tmp_path):
     assert keys(on_gpus_of(total - 1)) == ["policy.parallel"]
     just, roomy = on_gpus_of(total), on_gpus_of(int(total / 0.95) + 1)
     assert keys(just) == keys(roomy) == []
-    assert any("the estimate may be 5% off" in note for note in just.warnings)
+    assert any("the error of the estimate may be 5%" in note for note in just.warnings)
     assert not any("the estimate" in note for note in roomy.warnings)
 
 
-def test_the_sender_of_weights_has_its_part_of_the_first_stages_gpus(tmp_path):
+def test_the_sender_of_weights_counts_on_the_gpus_of_the_first_stage(tmp_path):
     file, many = large_model(tmp_path), described_machine(gpus=8, gpu_memory_gib=800, nodes=4)
     by_collective = (
         "policy.device=cuda",
@@ -1612,14 +1604,14 @@ def test_the_sender_of_weights_has_its_part_of_the_first_stages_gpus(tmp_path):
     assert on_gpus_of(total + sender).problems == ()
 
 
-def test_without_its_data_no_sample_is_taken_to_be_longer_than_a_micro_batch(tmp_path):
+def test_without_data_samples_are_at_most_as_long_as_a_micro_batch(tmp_path):
     file, machine = large_model(tmp_path), described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
     (tmp_path / "train.jsonl").unlink()
     planned = plan(file, "policy.tokens_per_micro_batch=512", machine=machine)
     assert planned.batch.longest == 512
 
 
-def test_the_gpus_that_are_here_are_held_against_the_plan_too(tmp_path):
+def test_the_memory_of_this_machines_gpus_is_checked(tmp_path):
     here = replace(NODE, gpus=(Gpu("A", 24 * GIB),) * 8)
     assert "policy.parallel" in keys(plan(large_model(tmp_path), *EIGHT_RANKS, machine=here))
 
@@ -1631,9 +1623,7 @@ def test_the_gpus_that_are_here_are_held_against_the_plan_too(tmp_path):
         (0.9, "an engine, generating next to a rank: about 89"),
     ],
 )
-def test_a_share_too_small_for_an_engine_or_too_large_beside_the_policy_is_refused(
-    tmp_path, share, words
-):
+def test_a_gpu_share_too_small_or_too_large_for_an_engine_is_refused(tmp_path, share, words):
     file, machine = large_model(tmp_path), described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
     key = "rollout.gpu_memory_utilization"
     (problem,) = plan(file, *EIGHT_RANKS, f"{key}={share}", machine=machine).problems
@@ -1643,7 +1633,7 @@ def test_a_share_too_small_for_an_engine_or_too_large_beside_the_policy_is_refus
     assert plan(file, *EIGHT_RANKS, f"{key}={other}", machine=machine).problems == ()
 
 
-def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp_path):
+def test_a_colocated_plan_shows_the_peak_of_each_phase(tmp_path):
     file, machine = large_model(tmp_path), described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
     planned = plan(file, *EIGHT_RANKS, machine=machine)
     (rank,), share = planned.ranks, int(0.3 * 80 * GIB)
@@ -1658,8 +1648,8 @@ def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp
     }
     code, output = planned_on_a_laptop(file, *EIGHT_RANKS, *EIGHT_GPUS, "80")
     assert code == 0, output
-    (at,) = (i for i, line in enumerate(output.splitlines()) if "a GPU in phase" in line)
-    # Text that does not fit after a phase continues in the next line.
+    (at,) = (i for i, line in enumerate(output.splitlines()) if "GPU in phase" in line)
+    # Long text wraps to the next line.
     shown = [line.split() for line in output.splitlines()[at + 1 :]]
     assert [words[:2] for words in shown if words and words[0] in PHASES] == [
         [phase, f"{need.total / GIB:.1f}"] for phase, need in planned.peaks.items()
@@ -1684,8 +1674,8 @@ def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp
     assert apart.peaks == {}
 
 
-def test_what_processes_take_of_a_gpu_beside_their_tensors_is_itemised(tmp_path):
-    """Estimates: about 4 GiB where an engine of several workers sleeps next to a rank."""
+def test_gpu_memory_besides_tensors_is_itemised(tmp_path):
+    """About 4 GiB, by estimates, if an engine with several workers sleeps next to a rank."""
     file = large_model(tmp_path)
     config = load(file, [*EIGHT_RANKS, "rollout.tensor=2"])
     parts = dict(rank_overhead(config) + sleeping_overhead(config.rollout))
@@ -1700,11 +1690,11 @@ def test_what_processes_take_of_a_gpu_beside_their_tensors_is_itemised(tmp_path)
     _, output = planned_on_a_laptop(file, *EIGHT_RANKS, *EIGHT_GPUS, "80")
     output = " ".join(output.split())
     assert (
-        "besides, on each rank's GPU ~: 1.8 GiB (CUDA context 512.0 MiB, NCCL channels 1.0 GiB,"
+        "in addition, on each rank's GPU ~: 1.8 GiB (CUDA context 512.0 MiB, NCCL channels 1.0 GiB,"
         " workspaces 256.0 MiB)" in output
     )
     assert (
-        "and of an engine that sleeps there ~: 1.8 GiB (CUDA context 512.0 MiB, CUDA graphs 1.2"
+        "and of a sleeping engine there ~: 1.8 GiB (CUDA context 512.0 MiB, CUDA graphs 1.2"
         " GiB)" in output
     )
     apart = (
@@ -1713,7 +1703,7 @@ def test_what_processes_take_of_a_gpu_beside_their_tensors_is_itemised(tmp_path)
         "policy.parallel.tensor=4",
     )
     _, output = planned_on_a_laptop(file, *EIGHT_RANKS, *apart, *EIGHT_GPUS, "80")
-    assert "on each GPU of an engine, outside rollout.gpu_memory_utilization ~: 512.0 MiB" in output
+    assert "on each engine's GPU, outside rollout.gpu_memory_utilization ~: 512.0 MiB" in output
 
 
 REWARDS = """
@@ -1737,7 +1727,7 @@ def of_groups(prompt, responses):
         ("never_answers", 0.5, "no reward within rollout.reward.timeout_s: 0.5"),
     ],
 )
-def test_a_reward_that_fails_on_a_made_up_response_is_found_before_the_run(
+def test_a_reward_that_fails_on_a_made_up_response_is_a_problem(
     file, monkeypatch, name, timeout_s, words
 ):
     monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 600.0)
@@ -1750,8 +1740,8 @@ def test_a_reward_that_fails_on_a_made_up_response_is_found_before_the_run(
     assert "of data.train" in problem.what
 
 
-def test_each_part_of_the_reward_is_tried_on_the_prompts_that_it_is_for(file, monkeypatch):
-    """The rows of the second kind are behind the first few that are tried."""
+def test_each_part_of_the_reward_is_tried_on_prompts_that_use_it(file, monkeypatch):
+    """The rows of the second kind come after the first few rows."""
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
     monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 600.0)
@@ -1777,7 +1767,7 @@ def test_each_part_of_the_reward_is_tried_on_the_prompts_that_it_is_for(file, mo
     assert "rollout.reward.parts.unlike.per" in keys(plan(file, reward.replace("per: group, ", "")))
 
 
-def test_a_plan_is_not_kept_waiting_by_a_reward_that_may_be_slow(file, monkeypatch):
+def test_a_plan_does_not_wait_for_a_slow_reward(file, monkeypatch):
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
     monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 0.2)
@@ -1786,13 +1776,13 @@ def test_a_plan_is_not_kept_waiting_by_a_reward_that_may_be_slow(file, monkeypat
 
 
 @pytest.mark.parametrize("name", ["fine", "fails_on_the_first"])
-def test_a_reward_that_answers_for_some_prompt_is_fine(file, monkeypatch, name):
+def test_a_reward_that_scores_one_of_the_prompts_is_accepted(file, monkeypatch, name):
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
     assert plan(file, f"rollout.reward.name=probed_rewards:{name}").problems == ()
 
 
-def test_a_rank_that_computes_losses_holds_its_own_targets_of_a_step(tmp_path: Path) -> None:
+def test_a_rank_that_computes_losses_stores_targets_for_a_step(tmp_path: Path) -> None:
     file = write_run(tmp_path)
     shape, _ = read_model(load(file).model.path)
 

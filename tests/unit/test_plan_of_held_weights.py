@@ -1,5 +1,4 @@
-"""Weights kept in addition to the model: what they take, and a store of versions that is too small
-for the staleness."""
+"""Copies of the weights: their memory, and too few snapshots for the staleness."""
 
 from functools import partial
 
@@ -52,9 +51,7 @@ def held(file, *overrides):
         (["objective.proximal=snapshot", "objective.loss=reinforce"], 0),
     ],
 )
-def test_each_copy_of_the_weights_takes_host_memory_and_the_trained_ones_wait_in_one_more(
-    file, overrides, bytes_per_parameter
-):
+def test_each_copy_of_the_weights_needs_host_memory(file, overrides, bytes_per_parameter):
     assert held(file, "model.dtype=bfloat16", *overrides) == bytes_per_parameter
 
 
@@ -65,7 +62,7 @@ def of_ranks(file, data_parallel, *overrides):
     return memory.held / shape.parameters, memory.staged / shape.parameters
 
 
-def test_copies_and_what_a_checkpoint_copies_are_divided_over_data_parallel_ranks(file):
+def test_data_parallel_ranks_divide_copies_and_checkpoints(file):
     snapshots = ("objective.proximal=snapshot", "objective.snapshots=5")
     assert of_ranks(file, 1, *snapshots) == (5 * 2 + 2, 14 + 4 * 2)
     assert of_ranks(file, 2, *snapshots) == pytest.approx((6, 11), rel=1e-3)
@@ -73,7 +70,7 @@ def test_copies_and_what_a_checkpoint_copies_are_divided_over_data_parallel_rank
     assert of_ranks(file, 1, "checkpoint.asynchronous=false") == (0, 0)
 
 
-def test_copies_that_the_host_cannot_hold_are_named_in_the_plan(file):
+def test_copies_that_exceed_host_memory_are_named_in_the_plan(file):
     plan = preflight(
         load(file, ["policy.device=cuda", "objective.proximal=ewma"]),
         all_data=True,
@@ -87,7 +84,9 @@ def test_copies_that_the_host_cannot_hold_are_named_in_the_plan(file):
 @pytest.mark.parametrize(
     ("async_ratio", "snapshots", "needed"), [(1, 1, 2), (1.5, 2, 3), (4, 4, 5)]
 )
-def test_snapshots_must_reach_back_to_the_oldest_token(file, async_ratio, snapshots, needed):
+def test_snapshots_must_include_the_version_of_the_oldest_token(
+    file, async_ratio, snapshots, needed
+):
     keys = ["objective.proximal=snapshot", f"flow.async_ratio={async_ratio}"]
     with pytest.raises(
         ConfigError, match=rf"objective\.snapshots: {snapshots} .*set it to at least {needed}"
@@ -102,25 +101,25 @@ def file(tmp_path):
 
 
 @pytest.mark.parametrize("context", [2, 4])
-def test_torchs_attention_keeps_masks_of_both_parts_of_a_row_on_a_gpu(tmp_path, context):
+def test_attention_of_torch_on_a_gpu_keeps_masks_of_both_parts_of_a_row(tmp_path, context):
     length = 64
     keys = [f"policy.parallel.context={context}", f"policy.parallel.ranks={context}"]
     config = load(write_run(tmp_path), ["model.dtype=float32", *keys])
-    made = [
+    expected = [
         _mask_of_last(length // (2 * context), end, torch.float32, torch.device("meta")).nbytes
         for end in (length // (2 * context), length)
     ]
-    told = partial(context_masks, tokens=length // context, longest=length, count=3)
-    assert told(config, on_gpu=True, layers="local") == sum(made)
-    assert told(config, on_gpu=False, layers="local") == 0
-    assert told(config, on_gpu=True, layers="transformer_engine") == 0
+    masks = partial(context_masks, tokens=length // context, longest=length, count=3)
+    assert masks(config, on_gpu=True, layers="local") == sum(expected)
+    assert masks(config, on_gpu=False, layers="local") == 0
+    assert masks(config, on_gpu=True, layers="transformer_engine") == 0
     packed = load(write_run(tmp_path), ["model.dtype=float32", *keys, "policy.sequence=packed"])
-    two = partial(told, tokens=2 * length // context)
-    assert two(packed, on_gpu=True, layers="local") == 2 * 3 * sum(made)
+    two = partial(masks, tokens=2 * length // context)
+    assert two(packed, on_gpu=True, layers="local") == 2 * 3 * sum(expected)
 
 
 @pytest.mark.parametrize(("dtype", "bytes_per_element"), [("float32", 4), ("bfloat16", 6)])
-def test_reduction_beside_the_backward_pass_takes_a_gradient_of_the_output_layer(
+def test_overlapped_reduction_needs_a_gradient_of_the_output_layer(
     tmp_path, dtype, bytes_per_element
 ):
     def total(*overrides, stage):

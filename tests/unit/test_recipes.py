@@ -1,5 +1,5 @@
-"""The recipes in examples/recipes fit the machines that they name, and the script around them does
-its steps in order. The hub and `mar` are stand-ins: there is no network here and no GPU."""
+"""The recipes in examples/recipes fit the machines that they name, and their script runs its steps
+in order. The hub and `mar` are stand-ins, because network and GPUs are not available."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_checkout(tmp_path: Path) -> Path:
-    """Write recipes and launchers, with what the hub would have brought."""
+    """Write recipes and launchers, with the files that the script would download."""
     shutil.copytree(RECIPES, tmp_path / "examples" / "recipes")
     (tmp_path / "launchers").symlink_to(ROOT / "launchers")
     for name, files in {"gsm8k": ("train", "test"), "dapo_math_17k": ("train", "aime24")}.items():
@@ -67,7 +67,7 @@ def write_checkout(tmp_path: Path) -> Path:
 
 @looped("name", NAMES)
 def test_a_recipe_fits_the_gpus_of_its_machines(unchanged: Path, name: str) -> None:
-    """And its reward scores a response to its data."""
+    """Its reward also scores a response to its data."""
     file = unchanged / "examples" / "recipes" / f"{name}.yaml"
     nodes, trainer_nodes, gpus = machines_of(file)
     counts = {"nodes": nodes, "trainer_nodes": trainer_nodes, "gpus": gpus}
@@ -78,10 +78,10 @@ def test_a_recipe_fits_the_gpus_of_its_machines(unchanged: Path, name: str) -> N
 
 @looped("name", NAMES)
 @untried_rewards()
-def test_a_recipe_is_planned_on_a_machine_that_has_nothing(
+def test_a_recipe_is_planned_on_an_empty_machine(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No model, no data, no network; and what it shows fits a screen."""
+    """Neither model nor data nor network is needed, and the plan fits a screen."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     shutil.copytree(RECIPES, tmp_path / "examples" / "recipes")
@@ -91,10 +91,10 @@ def test_a_recipe_is_planned_on_a_machine_that_has_nothing(
     done = CliRunner().invoke(app, [*arguments, "--gpus", str(gpus)])
     assert done.exit_code == 0, done.output
     words = re.sub(r"\s+", " ", done.output)
-    assert "its sizes are from the table of published models (Qwen/" in words
+    assert "its sizes come from the table of published models (Qwen/" in words
     assert "verdict: can run on the machines described" in words
     assert "GPU-hours on" in words
-    assert "of it in /dev/shm" in words
+    assert "of this in /dev/shm" in words
     too_wide = [one for one in done.output.splitlines() if len(one) > 100]
     assert [one for one in too_wide if " " in one.strip()] == []
     done = CliRunner().invoke(app, ["plan", str(file)])
@@ -103,7 +103,7 @@ def test_a_recipe_is_planned_on_a_machine_that_has_nothing(
     assert "plan for other machines with --gpus 8 --gpu-memory 80" in done.output
 
 
-def test_models_that_recipes_and_pages_name_are_in_the_table_of_sizes() -> None:
+def test_the_table_of_sizes_contains_all_models_of_recipes_and_pages() -> None:
     pages = [*RECIPES.glob("*"), *(ROOT / "docs").glob("*.md"), *(ROOT / "launchers").rglob("*")]
     text = "\n".join(page.read_text() for page in pages if page.is_file())
     named = set(re.findall(r"\bQwen[\d.]+-[\d.]+B(?:-A\d+B)?\b", text))
@@ -112,7 +112,7 @@ def test_models_that_recipes_and_pages_name_are_in_the_table_of_sizes() -> None:
 
 
 def machines_of(file: Path) -> tuple[int, int, int]:
-    """Machines, those of them with ranks, and GPUs of each, as the recipe's first lines say."""
+    """Return (machines, machines with ranks, GPUs per machine) from the recipe's first lines."""
     named = re.search(r"NNODES=(\d+) TRAINER_NODES=(\d+)", file.read_text())
     nodes, trainer_nodes = (int(named[1]), int(named[2])) if named else (1, 1)
     return nodes, trainer_nodes, 1 if "one GPU" in file.read_text() else 8
@@ -127,8 +127,8 @@ def require_fit(
     trainer_nodes: int,
     gpus: int = 8,
 ) -> None:
-    """The plan has no fault and no doubt, each GPU of these machines has its process, and a rank
-    exchanges activations with ranks of its machine alone."""
+    """Require a plan without problems and doubts, in which every GPU has a process and activations
+    stay within one machine."""
     machine = described_machine(
         nodes=trainer_nodes,
         engine_nodes=nodes - trainer_nodes,
@@ -167,7 +167,7 @@ def test_the_32b_recipe_fits_the_documented_numbers_of_machines(
     require_fit(file, overrides.split(), gigabytes, **counts)
 
 
-def test_the_page_divides_recipes_of_32_billion_weights_over_2_to_16_machines() -> None:
+def test_the_page_divides_the_32b_recipes_over_2_to_16_machines() -> None:
     assert [int(nodes) for nodes, _, _ in DIVISIONS] == [2, 8, 16]
 
 
@@ -179,7 +179,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> Any:
     return fetch
 
 
-def test_a_prompt_is_a_chat_message_and_its_answer_the_number_behind_the_rule(
+def test_a_prompt_is_a_chat_message_and_its_answer_the_final_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [{"question": " How many? ", "answer": "Half of 2,468 is 1,234.\n#### 1,234"}]
@@ -213,7 +213,7 @@ def test_a_large_model_has_a_task_with_room_to_improve_and_saves_every_ten_steps
     assert "gsm8k" not in str(config.data.train)
 
 
-def test_what_was_fetched_is_not_fetched_again_and_what_was_broken_off_is(
+def test_only_interrupted_downloads_are_repeated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fetch, asked = fetched(monkeypatch), []
@@ -278,7 +278,7 @@ def test_a_recipe_is_planned_trained_evaluated_and_converted(checkout: Path) -> 
 
 
 def test_the_first_machine_plans_for_all_of_them(checkout: Path) -> None:
-    """On one machine alone every recipe of several would be refused for lack of GPUs."""
+    """A plan for one machine would refuse a recipe for several, which needs more GPUs."""
     places = {"NNODES": "4", "TRAINER_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0"}
     (port,) = free_ports(1)
     _, said, asked = run(checkout, "qwen2.5_32b", **places, RAY_PORT=str(port))
@@ -309,7 +309,7 @@ def test_a_machine_that_waits_for_the_model_reports_it(checkout: Path) -> None:
         (("qwen3_8b", "model.path=/m"), "a recipe has its own model and data"),
     ],
 )
-def test_what_is_no_recipe_is_refused(
+def test_an_unknown_recipe_is_refused(
     checkout: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     code, words, asked = run(checkout, *arguments)

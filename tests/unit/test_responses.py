@@ -1,4 +1,4 @@
-"""Outcomes of an engine's responses, with a vLLM whose outputs the test makes."""
+"""Outcomes of an engine's responses. The tests create vLLM's outputs."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ from megatron_async_rl.samples.types import PartialResponse, Request
 
 
 class FakeLLM:
-    """Takes requests and answers on command."""
+    """Stand-in for AsyncLLM: accepts requests, whose outputs the test puts into `collectors`."""
 
     def __init__(self) -> None:
         self.collectors: list[RequestOutputCollector] = []
@@ -133,18 +133,18 @@ def test_responses_that_end_together_are_reported_together(tmp_path: Path) -> No
     working(tmp_path, work)
 
 
-def test_tokens_are_counted_as_they_are_sampled(tmp_path: Path) -> None:
-    """Once, whatever becomes of them: finished, aborted or cut; held-out ones apart."""
+def test_every_sampled_token_is_counted_once(tmp_path: Path) -> None:
+    """This includes tokens of aborted responses. `generated` excludes held-out responses."""
 
     async def work(responses: Responses, llm: FakeLLM) -> None:
         await responses.submit([request(0, answer="7"), request(1, answer="7")])
         held_out = replace(request(2, answer="7"), group=-1)
-        begun = PartialResponse(
+        prefix = PartialResponse(
             response_ids=np.array([5, 6], np.int32),
             behavior_logprobs=np.zeros(2, np.float32),
             versions=np.zeros(2, np.int32),
         )
-        await responses.submit([held_out, replace(request(3, answer="7"), prefix=begun)])
+        await responses.submit([held_out, replace(request(3, answer="7"), prefix=prefix)])
         await responses.abort(["4-0"])  # with one token
         for place, ids in ((1, [7, 0]), (2, [7, 7, 0]), (3, [7, 0])):
             llm.collectors[place].put(output(ids))
@@ -155,22 +155,22 @@ def test_tokens_are_counted_as_they_are_sampled(tmp_path: Path) -> None:
     working(tmp_path, work)
 
 
-def test_experts_come_with_what_is_trained_on_and_one_row_short_is_an_error(
+def test_only_training_responses_have_experts_and_a_missing_row_is_an_error(
     tmp_path: Path,
 ) -> None:
     async def work(responses: Responses, llm: FakeLLM) -> None:
         held_out = replace(request(3, answer="7"), group=-1, sampling="held")
-        begun = PartialResponse(
+        prefix = PartialResponse(
             response_ids=np.array([8, 9], np.int32),
             behavior_logprobs=np.zeros(2, np.float32),
             versions=np.zeros(2, np.int32),
             routed_experts=b"ab" * 2,
         )
-        goes_on = replace(request(1, answer="7"), prefix=begun)
-        await responses.submit([request(0, answer="7"), goes_on, held_out, request(2)])
-        asked = [parameters.routed_experts_prompt_start for parameters in llm.parameters]
-        # A prompt of one token, and all of it if none is requested.
-        assert asked == [0, 2, 1, 0]
+        continued = replace(request(1, answer="7"), prefix=prefix)
+        await responses.submit([request(0, answer="7"), continued, held_out, request(2)])
+        starts = [parameters.routed_experts_prompt_start for parameters in llm.parameters]
+        # The prompt has one token; a start after it requests no experts.
+        assert starts == [0, 2, 1, 0]
         rows = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
         llm.collectors[0].put(output([7, 0], experts=rows[:2]))
         llm.collectors[1].put(output([7], experts=rows[:1, :1]))
@@ -189,7 +189,7 @@ def test_experts_come_with_what_is_trained_on_and_one_row_short_is_an_error(
     working(tmp_path, work, records_experts=True)
 
 
-def test_an_aborted_response_keeps_what_was_sampled(tmp_path: Path) -> None:
+def test_an_aborted_response_keeps_its_sampled_tokens(tmp_path: Path) -> None:
     async def work(responses: Responses, llm: FakeLLM) -> None:
         await responses.submit([request(0, answer="7")])
         await responses.abort(["4-0", "9-9"])
@@ -202,7 +202,7 @@ def test_an_aborted_response_keeps_what_was_sampled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "message"),
+    ("result", "error", "message"),
     [
         (EngineDeadError(), EngineDied, "engine-0 died while it worked on 2 responses"),
         (ValueError("out of order"), ValueError, "out of order"),
@@ -211,31 +211,31 @@ def test_an_aborted_response_keeps_what_was_sampled(tmp_path: Path) -> None:
     ],
 )
 def test_vllms_error_instead_of_a_response_is_the_next_report(
-    tmp_path: Path, said: Any, error: type[Exception], message: str
+    tmp_path: Path, result: Any, error: type[Exception], message: str
 ) -> None:
     async def work(responses: Responses, llm: FakeLLM) -> None:
         await responses.submit([request(k, answer="7") for k in range(2)])
-        llm.collectors[0].put(said)
+        llm.collectors[0].put(result)
         with pytest.raises(error, match=message):
             await responses.reports.take(60)
 
     working(tmp_path, work)
 
 
-@pytest.mark.parametrize("went_on", [False, True])
+@pytest.mark.parametrize("survived", [False, True])
 def test_a_death_of_vllm_is_reported_with_the_last_error_of_the_engines_log(
-    tmp_path: Path, went_on: bool
+    tmp_path: Path, survived: bool
 ) -> None:
-    """Not with one of a while ago, after which the process worked on."""
-    said = "2 responses; see" if went_on else "the last error in its log: RuntimeError: head"
+    """An error after which the process continued is not reported."""
+    message = "2 responses; see" if survived else "the last error in its log: RuntimeError: head"
 
     async def work(responses: Responses, llm: FakeLLM) -> None:
         await responses.submit([request(k, answer="7") for k in range(2)])
         llm.collectors[0].put(EngineDeadError())
-        with pytest.raises(EngineDied, match=said) as told:
+        with pytest.raises(EngineDied, match=message) as caught:
             await responses.reports.take(60)
-        log.unlink()  # who unpickles it may be on another machine
-        assert str(pickle.loads(pickle.dumps(told.value))) == str(told.value)
+        log.unlink()  # the process that unpickles the error may be on another machine
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
     log = tmp_path / "engine-0.log"
     log.write_text(
@@ -247,13 +247,13 @@ def test_a_death_of_vllm_is_reported_with_the_last_error_of_the_engines_log(
         "(MainProcess pid=6) INFO 11-25 15:04:29 [utils.py:628] core exited\n"
         "(EngineCore pid=7) INFO 11-25 15:04:29 [core.py:770] [shutdown] complete\n"
         + "(EngineCore pid=7) INFO 11-25 15:04:30 [scheduler.py:1] UNPAUSED\n"
-        * went_on
+        * survived
     )
     working(tmp_path, work)
 
 
-def test_every_call_that_meets_vllms_death_names_the_engine_and_its_log(tmp_path: Path) -> None:
-    """vLLM's own error names neither."""
+def test_every_call_to_a_dead_vllm_names_the_engine_and_its_log(tmp_path: Path) -> None:
+    """vLLM's own error names neither of them."""
 
     async def dead(*_: Any, **__: Any) -> None:
         raise EngineDeadError()
@@ -269,7 +269,7 @@ def test_every_call_that_meets_vllms_death_names_the_engine_and_its_log(tmp_path
             responses.submit([request(1, answer="7")]),
             RolloutEngine._while_alive(engine, "sleep", dead()),
         ):
-            with pytest.raises(EngineDied, match=r"engine-0 died while it .*; see .*engine-0\.log"):
+            with pytest.raises(EngineDied, match=r"engine-0 died while .*; see .*engine-0\.log"):
                 await call
         with pytest.raises(EngineDied):
             await responses.reports.take(60)
@@ -277,10 +277,10 @@ def test_every_call_that_meets_vllms_death_names_the_engine_and_its_log(tmp_path
     working(tmp_path, work)
 
 
-def test_failed_rewards_are_written_down_and_on_a_full_disk_reported_all_the_same(
+def test_failed_rewards_are_logged_and_a_full_disk_loses_only_the_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file is a device on which every write fails as on a full disk, the second time."""
+    """The second file is a device that behaves like a full disk at every write."""
 
     async def work(responses: Responses, llm: FakeLLM) -> None:
         await responses.submit([request(k) for k in range(2)])
@@ -303,12 +303,12 @@ def test_failed_rewards_are_written_down_and_on_a_full_disk_reported_all_the_sam
     assert "No space left on device" in record.getMessage()
 
 
-def test_a_conversation_that_is_aborted_while_it_samples_is_reported_once(tmp_path: Path) -> None:
+def test_an_episode_that_is_aborted_while_it_samples_is_reported_once(tmp_path: Path) -> None:
     class Talk:
-        async def play(self, transcript: Transcript, sample: Any, most: int) -> None:
+        async def play(self, transcript: Transcript, sample: Any, maximum: int) -> None:
             segment = TranscriptSegment(transcript.requested)
-            await transcript.extend(segment, [], sample, most)
-            await transcript.extend(segment, [], sample, most - 2)
+            await transcript.extend(segment, [], sample, maximum)
+            await transcript.extend(segment, [], sample, maximum - 2)
 
     async def work(responses: Responses, llm: FakeLLM) -> None:
         talk: Any = Talk()
@@ -319,9 +319,9 @@ def test_a_conversation_that_is_aborted_while_it_samples_is_reported_once(tmp_pa
         await responses.abort(["4-0"])
         _, aborted = await responses.reports.take(60)
         await responses.submit([request(2, answer="7")])
-        await responses.abort(["4-2"])  # before its conversation has begun
-        _, unbegun = await responses.reports.take(60)
-        assert [one.id for one in unbegun] == ["4-2"]
+        await responses.abort(["4-2"])  # before its episode has begun
+        _, before_begin = await responses.reports.take(60)
+        assert [one.id for one in before_begin] == ["4-2"]
         llm.collectors[1].put(output([7, 0]))
         while len(llm.collectors) < 3:
             await asyncio.sleep(0)
@@ -331,17 +331,19 @@ def test_a_conversation_that_is_aborted_while_it_samples_is_reported_once(tmp_pa
         assert [(one.id, one.partial) for one in (*aborted, *more)] == [("4-0", None)]
         (sample,) = samples_of(finished)
         assert (sample.id, sample.reward, sample.response_ids.tolist()) == ("4-1", 1.0, [7, 0, 7])
-        assert responses.generated == 1 + 2 + 1, "the aborted conversation's token, too"
+        assert responses.generated == 1 + 2 + 1, "includes the token of the aborted episode"
         assert responses.running == 0
 
     working(tmp_path, work)
 
 
-def test_a_turn_of_an_agent_that_is_gone_ends_and_costs_its_sample_alone(tmp_path: Path) -> None:
-    class Gone:
-        async def play(self, transcript: Transcript, sample: Any, most: int) -> str:
+def test_a_turn_of_an_agent_that_has_ended_is_aborted_and_fails_only_its_sample(
+    tmp_path: Path,
+) -> None:
+    class EndedAgent:
+        async def play(self, transcript: Transcript, sample: Any, maximum: int) -> str:
             self.call = asyncio.create_task(
-                transcript.extend(TranscriptSegment(transcript.requested), [], sample, most)
+                transcript.extend(TranscriptSegment(transcript.requested), [], sample, maximum)
             )
             while not llms[0].collectors:
                 await asyncio.sleep(0)
@@ -351,32 +353,32 @@ def test_a_turn_of_an_agent_that_is_gone_ends_and_costs_its_sample_alone(tmp_pat
 
     async def work(responses: Responses, llm: FakeLLM) -> None:
         llms.append(llm)
-        gone: Any = Gone()
-        responses._conversations = gone
+        agent: Any = EndedAgent()
+        responses._conversations = agent
         responses._tokenizer.eos_ids = (9,)  # type: ignore[misc]
         await responses.submit([request(0)])
         (sample,) = samples_of((await responses.reports.take(60))[0])
         assert (sample.reward_error, sample.response_ids.tolist()) == ("the agent raised", [9])
-        await asyncio.wait([gone.call])
-        assert gone.call.cancelled()
-        assert llm.aborted == [llm.collectors[0].request_id]  # and nothing waits for the answer
+        await asyncio.wait([agent.call])
+        assert agent.call.cancelled()
+        assert llm.aborted == [llm.collectors[0].request_id]
         assert (await responses.reports.take(0.01))[0].num_rows == 0
 
     working(tmp_path, work)
 
 
-def test_experts_of_several_turns_and_segments_are_one_row_for_each_token_that_was_read(
+def test_experts_of_several_turns_and_segments_have_one_row_per_token_that_was_read(
     tmp_path: Path,
 ) -> None:
     class Talk:
-        async def play(self, transcript: Transcript, sample: Any, most: int) -> None:
+        async def play(self, transcript: Transcript, sample: Any, maximum: int) -> None:
             first, other = (
                 TranscriptSegment(transcript.requested),
                 TranscriptSegment(replace(PROMPT, token_ids=(2, 3))),
             )
-            await transcript.extend(first, [], sample, most)
-            await transcript.extend(first, [6], sample, most)
-            await transcript.extend(other, [], sample, most)
+            await transcript.extend(first, [], sample, maximum)
+            await transcript.extend(first, [6], sample, maximum)
+            await transcript.extend(other, [], sample, maximum)
             transcript.measured.update({"tool_errors": 2.0})
 
     async def work(responses: Responses, llm: FakeLLM) -> None:
@@ -384,8 +386,8 @@ def test_experts_of_several_turns_and_segments_are_one_row_for_each_token_that_w
         responses._conversations = talk
         await responses.submit([request(0, answer="8")])
         row = iter(range(100))
-        # Reads of the prompt and the first token; of the second, the word and the next; of a
-        # prompt.
+        # The model reads the prompt and a sampled token; then the other sampled token and the
+        # content; then the two tokens of another prompt.
         for turn, (sampled, rows) in enumerate((([7, 7], 2), ([8], 2), ([8], 2))):
             while len(llm.collectors) == turn:
                 await asyncio.sleep(0)

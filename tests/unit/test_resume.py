@@ -1,5 +1,5 @@
-"""A run directory takes its own run and no other: what may change on a resume, and what is
-refused."""
+"""A run directory accepts only its own run: settings that may change on a resume, and settings that
+are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def made(config: Path, *overrides: str, step: int, phase: str = "stopped") -> Path:
-    """The directory of the run after `step` of its steps."""
+    """Write the directory of the run after `step` of its steps."""
     loaded = load(config, overrides)
     loaded.run.dir.mkdir()
     (loaded.run.dir / "config.yaml").write_text(dump(loaded))
@@ -77,7 +77,7 @@ def test_a_resume_with_another_objective_is_refused_with_both_values(config: Pat
         ("objective.loss={name: ppo_clip, clip_low: 0.1}", "objective.loss.clip_low"),
     ],
 )
-def test_what_defines_the_run_stays(config: Path, override: str, key: str) -> None:
+def test_settings_that_define_the_run_cannot_change(config: Path, override: str, key: str) -> None:
     made(config, step=2)
     found = refused(config, override)
     assert [problem.key for problem in found][:1] == [key] or key == "rollout.reward"
@@ -99,7 +99,7 @@ def test_what_defines_the_run_stays(config: Path, override: str, key: str) -> No
         "policy.optimizer.log_update_norm=true",
     ],
 )
-def test_steps_learning_rate_engines_and_flow_may_change_and_are_named(
+def test_steps_learning_rate_engines_and_flow_may_change_and_are_printed(
     config: Path, override: str
 ) -> None:
     made(config, step=2)
@@ -129,7 +129,7 @@ def test_a_finished_run_refuses_any_other_setting_until_its_steps_are_raised(con
     assert [one.key for one in refused(config, LOSS, "run.steps=8")] == ["objective.loss"]
 
 
-def test_a_model_that_was_moved_is_the_same_and_another_one_is_not(config: Path) -> None:
+def test_a_moved_model_is_accepted_and_another_one_is_refused(config: Path) -> None:
     made(config, step=2)
     other = config.parent / "other"
     (config.parent / "model").rename(other)
@@ -138,8 +138,8 @@ def test_a_model_that_was_moved_is_the_same_and_another_one_is_not(config: Path)
     assert [one.key for one in refused(config, f"model.path={other}")] == ["model.path"]
 
 
-def test_a_model_of_a_folder_that_may_not_be_entered_was_moved(config: Path) -> None:
-    """Such as another user's, from whom the run was copied."""
+def test_a_model_in_an_inaccessible_folder_counts_as_moved(config: Path) -> None:
+    """The run was copied from another user, for example."""
     home = config.parent / "home"
     home.mkdir()
     (config.parent / "model").rename(home / "model")
@@ -153,7 +153,7 @@ def test_a_model_of_a_folder_that_may_not_be_entered_was_moved(config: Path) -> 
     assert [one.key for one in refused(config)] == ["model.path"]
 
 
-def test_a_copy_of_model_and_data_is_the_same_and_a_changed_copy_is_not(config: Path) -> None:
+def test_a_copy_of_model_and_data_is_accepted_unless_it_was_changed(config: Path) -> None:
     made(config, step=2)
     folder = config.parent
     shutil.copytree(folder / "model", folder / "model2")
@@ -197,7 +197,7 @@ def test_a_server_of_the_reward_may_be_at_another_address(config: Path) -> None:
         ),
     ],
 )
-def test_a_setting_of_a_reward_that_came_or_went_is_refused(
+def test_an_added_or_removed_setting_of_a_reward_is_refused(
     config: Path, before: str, now: str, key: str
 ) -> None:
     made(config, f"rollout.reward={before}", step=2)
@@ -205,7 +205,7 @@ def test_a_setting_of_a_reward_that_came_or_went_is_refused(
     assert [one.key for one in refused(config, f"rollout.reward={now}")] == [key]
 
 
-def test_another_name_of_the_same_model_is_no_other_model(config: Path) -> None:
+def test_another_path_of_the_same_model_is_accepted(config: Path) -> None:
     made(config, step=4, phase="finished")
     link = config.parent / "link"
     link.symlink_to(config.parent / "model")
@@ -213,7 +213,7 @@ def test_another_name_of_the_same_model_is_no_other_model(config: Path) -> None:
     assert refused(config, f"model.path={link}", "run.steps=8") == []
 
 
-def test_a_refusal_offers_the_weights_of_a_checkpoint_only_where_there_is_one(config: Path) -> None:
+def test_a_refusal_proposes_mar_convert_only_if_there_is_a_checkpoint(config: Path) -> None:
     run_dir = made(config, step=2)
     assert "mar convert" not in refused(config, LOSS)[0].fix
     (run_dir / "checkpoint").mkdir()
@@ -221,7 +221,7 @@ def test_a_refusal_offers_the_weights_of_a_checkpoint_only_where_there_is_one(co
     assert f"mar convert {run_dir}/checkpoint" in refused(config, LOSS)[0].fix
 
 
-def test_a_run_that_an_older_release_began_has_nothing_to_compare_in_newer_keys(
+def test_keys_that_an_older_release_lacks_are_not_compared(
     config: Path,
 ) -> None:
     run_dir = made(config, step=2)
@@ -235,7 +235,7 @@ def test_a_run_that_an_older_release_began_has_nothing_to_compare_in_newer_keys(
 CUTS = 40
 
 
-def test_a_torn_unreadable_or_missing_config_is_a_problem_wherever_it_was_cut(
+def test_a_truncated_unreadable_or_missing_config_is_a_problem(
     config: Path,
 ) -> None:
     run_dir = made(config, step=2)
@@ -263,7 +263,7 @@ def _problem_of_missing(config: Path, file: Path) -> Problem:
 
 
 def saved(config: Path, *overrides: str, step: int = 2, files: Sequence[str] = ()) -> Path:
-    """A checkpoint, as far as it is read without torch; returns its folder."""
+    """Write the parts of a checkpoint that are read without torch. Return its folder."""
     loaded = load(config, overrides)
     checkpoint = loaded.run.dir / "checkpoint"
     path = checkpoint / f"step_{step:08d}"
@@ -297,7 +297,7 @@ def digests(config: Config) -> dict[str, Any]:
     }
 
 
-def test_the_checkpoints_own_config_is_compared_where_the_runs_is_gone(config: Path) -> None:
+def test_the_checkpoints_config_is_compared_if_the_runs_is_missing(config: Path) -> None:
     (made(config, step=2) / "config.yaml").unlink()
     saved(config)
     assert refused(config) == []
@@ -306,7 +306,7 @@ def test_the_checkpoints_own_config_is_compared_where_the_runs_is_gone(config: P
 
 
 def trained(config: Path, *overrides: str) -> str:
-    """Output of `mar train` that refuses to start."""
+    """Return the output of `mar train`, which must refuse to start."""
     done = CliRunner().invoke(cli.app, ["train", str(config), *overrides])
     assert done.exit_code == 2, done.output
     return done.output
@@ -343,12 +343,12 @@ def test_changed_grown_and_shrunk_data_is_refused_before_anything_starts(config:
 
 
 def data_problems_of(config: Path, *overrides: str) -> list[Problem]:
-    """Problems of data of a resume, from those of the configuration and from preflight."""
+    """Return problems of data on a resume, from the config and from preflight."""
     loaded = load(config, overrides)
     return [*conflicts(loaded), *preflight(loaded, all_data=True).problems]
 
 
-def test_the_same_data_under_another_name_is_taken(config: Path) -> None:
+def test_the_same_data_under_another_name_is_accepted(config: Path) -> None:
     made(config, step=2)
     saved(config)
     file, other = config.parent / "train.jsonl", config.parent / "renamed.jsonl"
@@ -358,7 +358,7 @@ def test_the_same_data_under_another_name_is_taken(config: Path) -> None:
     assert data_problems_of(config, f"data.train={other}") == []
 
 
-def test_a_folder_of_data_with_one_more_or_a_renamed_file_is_other_data(config: Path) -> None:
+def test_a_data_folder_with_an_added_or_renamed_file_is_refused(config: Path) -> None:
     folder = config.parent / "parts"
     folder.mkdir()
     for name, count in (("a.jsonl", 3), ("b.jsonl", 5)):
@@ -378,7 +378,7 @@ def test_a_folder_of_data_with_one_more_or_a_renamed_file_is_other_data(config: 
     assert data_problems_of(config, named) == []
 
 
-def test_a_config_that_was_changed_by_hand_is_noted_where_it_is_not_taken(config: Path) -> None:
+def test_an_edited_config_of_the_run_is_noted_if_it_is_replaced(config: Path) -> None:
     run_dir = made(config, step=2)
     saved(config)
     file = run_dir / "config.yaml"
@@ -411,7 +411,7 @@ def test_each_source_of_a_mixture_is_compared(config: Path) -> None:
     assert "5 prompts there, 4 here" in problem.what
 
 
-def test_a_held_out_set_may_be_another_file_but_not_change_under_its_name(config: Path) -> None:
+def test_a_held_out_set_may_be_another_file_but_its_file_may_not_change(config: Path) -> None:
     file = write_prompts(config.parent / "held.jsonl", prompts=3)
     evaluated = ("eval={}", f"data.eval={file}")
     made(config, *evaluated, step=2)
@@ -428,9 +428,7 @@ def test_a_held_out_set_may_be_another_file_but_not_change_under_its_name(config
 @pytest.mark.parametrize(
     "name", ["about.json", "state.pt", "config.yaml", "prompts.json", "sharded/.metadata"]
 )
-def test_damage_is_refused_before_anything_starts_with_the_older_checkpoint(
-    config: Path, name: str
-) -> None:
+def test_a_damaged_checkpoint_is_refused_and_an_older_one_named(config: Path, name: str) -> None:
     made(config, step=4)
     saved(config, step=2)
     file = saved(config, step=4) / name
@@ -447,7 +445,7 @@ def test_damage_is_refused_before_anything_starts_with_the_older_checkpoint(
         file.write_bytes(content)
 
 
-def test_notes_name_a_checkpoint_without_digests_and_a_newer_one_left_aside(config: Path) -> None:
+def test_notes_name_a_checkpoint_without_digests_and_a_newer_unused_one(config: Path) -> None:
     run_dir = made(config, step=4)
     older, newer = saved(config, step=2), saved(config, step=4)
     loaded = load(config)
@@ -462,7 +460,7 @@ def test_notes_name_a_checkpoint_without_digests_and_a_newer_one_left_aside(conf
     assert "without digests" in note
 
 
-def test_every_key_that_may_change_exists() -> None:
+def test_every_allowed_key_exists() -> None:
     known = {section for section, _, _ in walk()} | {
         leaf.key for _, _, leaves in walk() for leaf in leaves
     }
@@ -501,7 +499,7 @@ def test_moments_that_config_and_checkpoint_both_refuse_are_reported_once(config
 
 
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other programs have this machine's memory."""
+    """Pretend that other programs use this machine's memory."""
     little = replace(this_machine(), free_memory=2**20)
     monkeypatch.setattr(machine, "this_machine", lambda *_: little)
 
@@ -509,7 +507,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mar_train_of_a_finished_run_with_its_own_settings_shows_its_summary(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It needs no memory, model or data for that."""
+    """Neither memory nor model nor data is needed."""
     made(config, step=4, phase="finished")
     crowded(monkeypatch)
     loaded = load(config)
@@ -521,10 +519,10 @@ def test_mar_train_of_a_finished_run_with_its_own_settings_shows_its_summary(
     assert "finished at step 4" in done.output
 
 
-def test_what_the_directory_decides_comes_before_memory_that_is_short(
+def test_problems_of_the_run_directory_precede_those_of_memory(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run that is there may be what has the memory."""
+    """A run that is active in the directory may be using the memory."""
     run_dir = made(config, step=2)
     crowded(monkeypatch)
     with lock_run_dir(run_dir):

@@ -1,5 +1,5 @@
-"""A resume compares the newest checkpoint with the run's own records: a run that had a checkpoint
-never starts again at step 0 by itself, and continues with its own files alone."""
+"""A resume compares the newest checkpoint with the run's records: a run that had a checkpoint never
+starts again at step 0, and continues with its own files only."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def notes(config: Path, *overrides: str) -> list[str]:
     return checkpoint_notes(load(config, overrides))
 
 
-def test_a_run_that_is_whole_resumes_without_a_word(config: Path) -> None:
+def test_a_complete_run_resumes_without_a_message(config: Path) -> None:
     assert (problems(config), notes(config)) == ([], [])
 
 
@@ -80,7 +80,7 @@ LOSSES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_run_whose_checkpoints_are_gone_is_refused(config: Path, loss: str) -> None:
+def test_a_run_whose_checkpoints_are_missing_is_refused(config: Path, loss: str) -> None:
     folder = config.parent / "out" / "checkpoint"
     before = sorted(path.name for path in folder.parent.iterdir())
     LOSSES[loss](folder)
@@ -123,14 +123,14 @@ def test_records_of_earlier_versions_show_checkpoints_too(
 def test_a_run_that_stopped_before_its_first_checkpoint_starts_again(config: Path) -> None:
     run_dir = config.parent / "out"
     remove(run_dir / "checkpoint")
-    # Killed while it wrote its first checkpoint, or with a full disk.
+    # The run was killed while it wrote its first checkpoint, or its disk was full.
     stopped = Status(phase="failed", step=5, steps=9, time=0.0, checkpoint="")
     write_status(run_dir, stopped)
     assert (problems(config), notes(config)) == ([], [])
     (run_dir / "checkpoint").mkdir()
     (run_dir / "checkpoint" / "unfinished_step_00000002").mkdir()
     assert (problems(config), notes(config)) == ([], [])
-    # Of an earlier version, after one step of the two before a checkpoint.
+    # A run of an earlier release, after one of the two steps before a checkpoint.
     write_status(run_dir, replace(stopped, step=1, checkpoint=None))
     write_lines(run_dir / "metrics.jsonl", [{"step": 1, "version": 1}])
     assert (problems(config), notes(config)) == ([], [])
@@ -149,7 +149,7 @@ def test_a_finished_run_needs_no_checkpoint_until_its_steps_are_raised(config: P
     assert len(problems(config, "run.steps=12")) == 1
 
 
-def test_a_newest_checkpoint_that_is_gone_is_passed_over_only_by_name(config: Path) -> None:
+def test_a_missing_newest_checkpoint_is_ignored_only_if_latest_names_another(config: Path) -> None:
     run_dir, loaded = config.parent / "out", load(config)
     folder = run_dir / "checkpoint"
     save(loaded, 4)
@@ -165,7 +165,7 @@ def test_a_newest_checkpoint_that_is_gone_is_passed_over_only_by_name(config: Pa
     (folder / "latest").write_text(name_of(4))
     assert problems(config) == []
     assert notes(config) == [
-        f"the run resumes from step 4: {name_of(STEPS)}, its newest checkpoint, is not there"
+        f"the run resumes from step 4: its newest checkpoint, {name_of(STEPS)}, does not exist"
     ]
     kept.rename(folder / name_of(STEPS))
     (folder / "latest").write_text(name_of(STEPS))
@@ -211,17 +211,17 @@ def test_a_checkpoint_of_another_run_is_refused(config: Path) -> None:
         assert f"line of step 5, at which {folder / name_of(5)} was saved" in problem.what
     (run_dir / "metrics.jsonl").unlink()  # a checkpoint may be copied into a new folder
     assert problems(config) == []
-    assert "has no metrics.jsonl of the steps before" in notes(config)[0]
-    # And the run that continues in there may crash before its first step, or before it saves again.
+    assert "has no metrics.jsonl for the steps before" in notes(config)[0]
+    # The run that continues there may crash before its first step or its next checkpoint.
     for rows in ([], [{"step": n, "version": n, "time": n} for n in (6, 7)]):
         write_lines(run_dir / "metrics.jsonl", rows)
         assert problems(config) == []
-        assert "has no metrics.jsonl of the steps before" in notes(config)[0]
+        assert "has no metrics.jsonl for the steps before" in notes(config)[0]
     (run_dir / "metrics.jsonl").write_bytes(whole + b'{"step": 6, "time": 7}\n{"step": 7, "ti')
     assert problems(config) == []
 
 
-def test_a_checkpoint_keeps_the_digest_of_the_last_line_of_metrics(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_digest_of_the_last_line_of_metrics(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
     assert log.sync() is None
     for step in (1, 2, 3):
@@ -235,7 +235,7 @@ def test_a_checkpoint_keeps_the_digest_of_the_last_line_of_metrics(tmp_path: Pat
 
 
 def saved_mark(config: Path) -> Any:
-    """The mark of the sample log in the newest checkpoint."""
+    """Return the mark of the sample log in the newest checkpoint."""
     path = newest(config.parent / "out" / "checkpoint")
     assert path is not None
     return record_of(path)["samples"]
@@ -275,8 +275,8 @@ def test_a_sample_log_that_ends_before_the_checkpoint_is_refused(config: Path) -
     mark = (run_dir / MARK_FILE).read_bytes()
     (run_dir / MARK_FILE).unlink()
     assert problems(config) == []
-    assert "has no sample log of the steps before" in notes(config)[0]
-    # The run that continues without them may crash before it saves again.
+    assert "has no sample log for the steps before" in notes(config)[0]
+    # The run that continues without them may crash before its next checkpoint.
     log = SampleLogWriter(run_dir, SamplesConfig())
     log.begin(6, after=LogMark.of(saved_mark(config)).segment)
     log.admitted(9, 6)
@@ -290,10 +290,8 @@ def test_a_sample_log_that_ends_before_the_checkpoint_is_refused(config: Path) -
 
 
 @pytest.mark.parametrize("damage", ["empty", "text", "dangling", "looping", "locked"])
-def test_a_checkpoint_folder_that_cannot_be_read_is_not_one_without_checkpoints(
-    config: Path, damage: str
-) -> None:
-    """Also of a run whose records show none."""
+def test_an_unreadable_checkpoint_folder_does_not_count_as_empty(config: Path, damage: str) -> None:
+    """The records of the run do not show a checkpoint either."""
     run_dir = config.parent / "out"
     remove(run_dir / "status.json")
     remove(run_dir / "metrics.jsonl")

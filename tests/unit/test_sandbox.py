@@ -1,5 +1,5 @@
-"""The sandbox of unread programs, and the reward that runs a response's code in it: what a program
-may not do it cannot do, and nothing it does makes a test pass."""
+"""Sandbox of unreviewed programs, and the reward that runs the code of a response in it. A program
+cannot do what the sandbox forbids, and no trick of the code makes a test pass."""
 
 import contextlib
 import ctypes
@@ -40,7 +40,7 @@ from tests.thorough import thorough
 
 @functools.cache
 def refusal() -> str | None:
-    """Reason why this machine runs no program in namespaces."""
+    """Return the reason why this machine cannot run a program in namespaces; None if it can."""
     try:
         run("pass")
     except SandboxError as error:
@@ -66,7 +66,7 @@ def isolation(request: pytest.FixtureRequest) -> Any:
 
 
 def limited(**limits: Any) -> Limits:
-    """Limits with the isolation that this machine permits."""
+    """Return limits with the strictest isolation that this machine permits."""
     return Limits(**{"isolation": "rlimits" if refusal() else "namespaces"} | limits)
 
 
@@ -77,18 +77,18 @@ def printed(source: str, **limits: Any) -> str:
 
 
 LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1)
-"""The kernel's version of it; negative where it has none."""
+"""Version of Landlock in the kernel; negative if the kernel lacks it."""
 
 
-def test_a_program_reads_and_prints_and_may_use_the_standard_library() -> None:
+def test_a_program_reads_prints_and_uses_the_standard_library() -> None:
     source = "import decimal, sqlite3, ssl, threading\nprint(int(input()) + 1, __name__)"
-    given = {"stdin": "41\n", "limits": limited()}
-    assert run(source, **given) == ProgramEnd(code=0, output="42 __main__\n")
+    ended = run(source, stdin="41\n", limits=limited())
+    assert ended == ProgramEnd(code=0, output="42 __main__\n")
     assert run("raise SystemExit(3)", limits=limited()) == ProgramEnd(code=3, output="")
 
 
 @NAMESPACES
-def test_it_sees_no_file_of_the_machine_and_writes_none(tmp_path: Path) -> None:
+def test_a_program_can_neither_read_nor_write_files_of_the_machine(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s")
     source = f"""
@@ -116,7 +116,7 @@ print(attempt(lambda: os.open(os.__file__, os.O_RDWR)), os.getuid() == 0)
     assert [one.name for one in tmp_path.iterdir()] == ["secret"]
 
 
-def test_a_program_works_in_an_empty_folder_of_its_own(isolation: Any) -> None:
+def test_a_program_runs_in_an_empty_folder_of_its_own(isolation: Any) -> None:
     source = "import os\nprint(os.listdir('.'))\nprint(os.getcwd())\nopen('mine', 'w').write('a')"
     listed, folder = printed(source, isolation=isolation).splitlines()
     assert listed == "[]"
@@ -125,14 +125,14 @@ def test_a_program_works_in_an_empty_folder_of_its_own(isolation: Any) -> None:
 
 
 @NAMESPACES
-def test_libraries_are_found_where_the_linker_finds_them() -> None:
-    """A Python that is built with a shared library needs it to start at all."""
+def test_a_program_sees_the_linkers_cache() -> None:
+    """A Python that is linked to libpython.so cannot start without the cache."""
     source = f"import os\nprint(os.path.isfile({sandbox.LINKER_CACHE!r}), os.listdir('/etc'))"
-    there = os.path.isfile(sandbox.LINKER_CACHE)
-    assert printed(source) == f"{there} {[Path(sandbox.LINKER_CACHE).name] if there else []}\n"
+    exists = os.path.isfile(sandbox.LINKER_CACHE)
+    assert printed(source) == f"{exists} {[Path(sandbox.LINKER_CACHE).name] if exists else []}\n"
 
 
-def test_a_starter_with_many_open_files_may_run_programs(isolation: Any) -> None:
+def test_a_process_with_many_open_files_can_run_programs(isolation: Any) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     held: list[int] = []
@@ -148,7 +148,7 @@ def test_a_starter_with_many_open_files_may_run_programs(isolation: Any) -> None
 
 
 @NAMESPACES
-def test_it_inherits_no_variable_and_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_inherits_no_variable_and_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "k")
     with open(__file__) as file:
         os.set_inheritable(file.fileno(), True)
@@ -166,7 +166,7 @@ print(sorted(os.environ), [fd for fd in range(64) if is_open(fd)])
 
 
 @NAMESPACES
-def test_it_has_no_network_not_even_this_machine() -> None:
+def test_a_program_reaches_no_network_and_no_port_of_this_machine() -> None:
     name = uuid.uuid4().hex
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -187,13 +187,13 @@ for kind, place in (
     except OSError as error:
         print(type(error).__name__)
 """
-        said = printed(source).split()
-    # Its own loopback device has no server, and there is no other device.
-    assert said == ["ConnectionRefusedError", "OSError", "ConnectionRefusedError"]
+        output = printed(source).split()
+    # No server listens on its own loopback device, and it has no other device.
+    assert output == ["ConnectionRefusedError", "OSError", "ConnectionRefusedError"]
 
 
-def test_it_has_no_socket_around_the_network_and_reads_no_foreign_keys(isolation: Any) -> None:
-    """AF_VSOCK reaches the host of a virtual machine, from every network namespace."""
+def test_a_program_opens_no_other_kind_of_socket_and_reads_no_keys(isolation: Any) -> None:
+    """AF_VSOCK reaches the host of a virtual machine from every network namespace."""
     source = """
 import ctypes, os, socket
 libc = ctypes.CDLL(None, use_errno=True)
@@ -207,12 +207,13 @@ keyctl = {"x86_64": 250, "aarch64": 219}[os.uname().machine]
 print(libc.syscall(keyctl, 0, -3, 0), os.strerror(ctypes.get_errno()))
 """
     refused = "Operation not permitted"
-    said = printed(source, isolation=isolation).splitlines()
-    assert said == [refused, refused, refused, f"-1 {refused}"]
+    output = printed(source, isolation=isolation).splitlines()
+    assert output == [refused, refused, refused, f"-1 {refused}"]
 
 
-def test_without_namespaces_it_reaches_no_port_and_opens_none() -> None:
-    """Ports of the run (stores, Ray, the dashboard), and Unix sockets by path or name."""
+def test_without_namespaces_a_program_reaches_no_port_and_opens_none() -> None:
+    """This includes ports of the run (stores, Ray, the dashboard), and Unix sockets with a path or
+    an abstract name."""
     path, name = f"/tmp/{uuid.uuid4().hex}", uuid.uuid4().hex
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -250,25 +251,27 @@ for act in (
 async def nothing():
     await asyncio.sleep(0)
 asyncio.run(nothing())
-ours, theirs = multiprocessing.Pipe()
-theirs.send(7)
-print(ours.recv())
+receiver, sender = multiprocessing.Pipe()
+sender.send(7)
+print(receiver.recv())
 """
-        said = printed(source, isolation="rlimits", memory_mib=1024).split()
+        output = printed(source, isolation="rlimits", memory_mib=1024).split()
         os.unlink(path)
-    assert said == [*["refused"] * 7, "7"]
+    assert output == [*["refused"] * 7, "7"]
 
 
 @pytest.mark.skipif(LANDLOCK < 6, reason="the kernel's Landlock has no scopes")
-def test_without_namespaces_it_ends_and_limits_no_process_of_its_user(tmp_path: Path) -> None:
-    """This process is root's, as is the attacking one, so that no difference of users protects
-    it."""
+def test_without_namespaces_a_program_cannot_end_or_limit_processes_of_its_user(
+    tmp_path: Path,
+) -> None:
+    """The attacking process runs as the user of this process, so only Landlock and the filter
+    protect this process."""
     source = """
 import os, resource, signal, time
 from megatron_async_rl.rollout.isolation import sandboxed as program
 parent = os.getppid()
 program.libc.prctl(program.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-assert program.stay_here()
+assert program.restrict_with_landlock()
 program.refuse_calls(())
 for act in (
     lambda: os.kill(parent, 0),
@@ -300,8 +303,8 @@ print(os.waitpid(child, 0)[1], resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0
 
 
 @NAMESPACES
-def test_its_files_are_bounded_in_number() -> None:
-    """An empty one takes memory, too."""
+def test_the_number_of_files_is_limited() -> None:
+    """An empty file uses memory, too."""
     source = """
 import os
 made = 0
@@ -316,7 +319,7 @@ except OSError as error:
 
 
 @NAMESPACES
-def test_it_gains_no_rights_and_sees_no_process_but_its_own() -> None:
+def test_a_program_gains_no_privileges_and_sees_only_its_own_processes() -> None:
     source = """
 import ctypes, os, signal
 libc = ctypes.CDLL(None, use_errno=True)
@@ -334,10 +337,10 @@ print(libc.sethostname(b"x", 1), libc.ptrace(16, 1, 0, 0))
 
 
 @pytest.mark.parametrize("ends", ["", "time.sleep(600)"])
-def test_nothing_it_started_outlives_it(isolation: Any, ends: str) -> None:
-    """Daemons in sessions of their own, of parents that have ended."""
+def test_no_process_that_a_program_started_outlives_it(isolation: Any, ends: str) -> None:
+    """The processes are daemons: they have sessions of their own, and their parents have ended."""
     mark = f"daemon-{uuid.uuid4().hex}"
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     source = f"""
 import ctypes, os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -349,21 +352,22 @@ for _ in range(8):
             time.sleep(600)
         os._exit(0)
     os.wait()
-os.write({theirs}, b"started")
+os.write({write_end}, b"started")
 {ends}
 """
-    with Sandbox(source, limits=Limits(isolation=isolation, wall_s=600), passed=[theirs]) as box:
-        os.close(theirs)
-        assert os.read(ours, 7) == b"started"
+    limits = Limits(isolation=isolation, wall_s=600)
+    with Sandbox(source, limits=limits, passed=[write_end]) as box:
+        os.close(write_end)
+        assert os.read(read_end, 7) == b"started"
         if not ends:
             assert box.wait().code == 0
-    os.close(ours)
+    os.close(read_end)
     assert [one for one in psutil.process_iter(["name"]) if one.info["name"] == mark[:15]] == []
 
 
-def test_memory_that_is_in_no_address_space_is_refused(isolation: Any) -> None:
-    """Shared memory, message queues, files without a place, and namespaces, where a program could
-    mount some; threads and processes still begin."""
+def test_memory_outside_of_address_spaces_is_refused(isolation: Any) -> None:
+    """This includes shared memory, message queues, files in memory, and namespaces, in which a
+    program could mount memory. Threads and processes can still start."""
     source = """
 import ctypes, os, subprocess, threading
 libc = ctypes.CDLL(None, use_errno=True)
@@ -389,13 +393,14 @@ else:
     os.wait()
 """
     refused = ["-1 Operation not permitted"] * 8
-    said = sorted(printed(source, isolation=isolation).splitlines())
-    assert said == [*refused, "child", "thread"]
+    output = sorted(printed(source, isolation=isolation).splitlines())
+    assert output == [*refused, "child", "thread"]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="another user stays itself without namespaces")
-def test_without_namespaces_root_becomes_a_user_of_its_own() -> None:
-    """The code can use the standard library, write in its folder, and end no other process."""
+@pytest.mark.skipif(os.getuid() != 0, reason="without namespaces, only root can switch users")
+def test_without_namespaces_a_program_of_root_runs_as_a_user_of_its_own() -> None:
+    """The program can use the standard library and write to its folder, and cannot end other
+    processes."""
     source = """
 import os, decimal, sqlite3, ssl
 open("mine", "w").close()
@@ -406,18 +411,18 @@ for pid in (os.getppid(), 1):
     except PermissionError:
         print("refused")
 """
-    said = printed(source, isolation="rlimits").splitlines()
-    assert said == ["True True [] ['mine']", "refused", "refused"]
+    output = printed(source, isolation="rlimits").splitlines()
+    assert output == ["True True [] ['mine']", "refused", "refused"]
 
 
-def test_the_code_of_a_launcher_that_a_signal_ended_is_that_of_a_program() -> None:
+def test_a_signal_that_ends_the_launcher_counts_as_the_programs() -> None:
     with Sandbox("import time\ntime.sleep(600)", limits=limited(wall_s=600)) as box:
         os.kill(box._process.pid, signal.SIGHUP)
         assert box.wait().code == 128 + signal.SIGHUP
 
 
 @looped(
-    ("source", "code", "most"),
+    ("source", "code", "length"),
     [
         ("while True: pass", None, 0),
         ("x = bytearray(2**30)", 1, 0),
@@ -428,16 +433,16 @@ def test_the_code_of_a_launcher_that_a_signal_ended_is_that_of_a_program() -> No
         ("import os\nos.kill(os.getpid(), 11)", 139, 0),
     ],
 )
-def test_what_it_takes_is_bounded(source: str, code: int | None, most: int) -> None:
+def test_resources_of_a_program_are_limited(source: str, code: int | None, length: int) -> None:
     ended = run(source, limits=limited(cpu_s=1, memory_mib=256, file_mib=1))
-    assert (ended.code, len(ended.output)) == (code, most)
+    assert (ended.code, len(ended.output)) == (code, length)
 
 
 @looped("file", ["many", "deep", "long", "empty", "removed", "mapped"])
-def test_without_namespaces_all_files_together_are_bounded(
+def test_without_namespaces_all_files_together_are_limited(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program is killed at the limit, and nothing that it wrote is left."""
+    """The program is killed at the limit, and its files are removed."""
     monkeypatch.setattr(sandbox, "_parent", lambda: tmp_path)
     source = {
         "many": "for i in range(10**6): open(f'f{i}', 'wb').write(bytes(2**18))",
@@ -475,10 +480,10 @@ def test_without_namespaces_all_files_together_are_bounded(
 
 
 @pytest.mark.skipif(LANDLOCK < 1, reason="the kernel does not have Landlock")
-def test_without_namespaces_it_writes_into_its_own_folder_alone(
+def test_without_namespaces_a_program_writes_only_to_its_own_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the temporary folder is private, as a run's own is."""
+    """The temporary folder is private here, like that of a run."""
     tmp_path.chmod(0o700)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     source = """
@@ -494,8 +499,9 @@ with tempfile.NamedTemporaryFile() as file, open(os.devnull, "w") as nothing:
     assert printed(source, isolation="rlimits").splitlines() == [*["refused"] * 3, "True 1 1"]
 
 
-def test_without_namespaces_no_datagram_leaves_its_pair(tmp_path: Path) -> None:
-    """Such a pair needs no socket call, and could send to any Unix socket of the machine."""
+def test_without_namespaces_pairs_of_datagram_sockets_are_refused(tmp_path: Path) -> None:
+    """`socketpair` creates them without a call of `socket`, and they could send to any Unix socket
+    of the machine."""
     source = """
 import socket
 for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC):
@@ -509,8 +515,8 @@ for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK):
     one.send(b"x")
     print(other.recv(1))
 """
-    said = printed(source, isolation="rlimits").splitlines()
-    assert said == [*["refused"] * 3, *["b'x'"] * 2]
+    output = printed(source, isolation="rlimits").splitlines()
+    assert output == [*["refused"] * 3, *["b'x'"] * 2]
 
 
 @NAMESPACES
@@ -523,7 +529,7 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
     assert printed(source).strip() == "[1, 2]"
 
 
-def test_a_program_that_ends_as_its_files_exceed_their_limit_is_waited_for(
+def test_a_program_that_ends_while_its_files_exceed_their_limit_is_reaped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def ended(*arguments: Any) -> bool:
@@ -534,26 +540,26 @@ def test_a_program_that_ends_as_its_files_exceed_their_limit_is_waited_for(
     assert run("", limits=Limits(isolation="rlimits")).code == sandbox.TOO_LARGE
 
 
-def test_a_programs_folder_is_in_one_that_a_later_start_finds(
+def test_a_later_run_can_find_the_folder_of_a_killed_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder is in the run's own folder or, if the program could not reach that, next to it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     for one in (tmp_path, *tmp_path.parents):
-        if not one.stat().st_mode & 0o001:  # pytest's own, which only its user may pass
+        if not one.stat().st_mode & 0o001:  # a private folder of pytest
             one.chmod(0o711)
     assert sandbox._parent() == tmp_path
     monkeypatch.delenv(VARIABLE)
     assert sandbox._parent().parent == tmp_path
     tmp_path.chmod(0o700)
-    there = Path("/tmp") if os.getuid() == 0 else tmp_path
-    assert sandbox._parent().parent == there
+    parent = Path("/tmp") if os.getuid() == 0 else tmp_path
+    assert sandbox._parent().parent == parent
     assert (sandbox._parent() / LOCK).exists()
 
 
-def test_the_code_that_a_tester_asks_is_bounded_too() -> None:
-    """Its sandbox is another one, which nothing waits for."""
+def test_the_limits_also_apply_to_code_that_tests_call() -> None:
+    """The code runs in a sandbox of its own, and only the sandbox of the tests is waited for."""
     source = """
 def grow():
     for i in range(10**6):
@@ -581,7 +587,7 @@ def test_code_accepts_neither_the_question_nor_its_tests_nor_nothing(response: s
         assert code(item, response, timeout_s=60.0, isolation=limited().isolation) == 0.0
 
 
-def test_a_fork_bomb_stays_small(isolation: Any) -> None:
+def test_the_number_of_processes_is_limited(isolation: Any) -> None:
     source = """
 import os, time
 started = 0
@@ -601,10 +607,11 @@ print(started)
         assert started <= 9
 
 
-def test_isolation_that_cannot_be_set_up_is_reported_and_nothing_is_run(
+def test_a_failure_of_the_isolation_is_reported_and_no_program_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A machine without bubblewrap, and a container that forbids namespaces, behave like this."""
+    """The cases are a machine without bubblewrap, a container that forbids namespaces, and an error
+    in the sandbox."""
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
         with pytest.raises(RewardError, match=r"bwrap\) is not installed; .*isolation: rlimits"):
@@ -927,16 +934,16 @@ STDIN = [{"input": "", "output": "1"}]
 BURN = "while True: pass"
 
 
-def test_a_program_that_sleeps_does_not_compute() -> None:
-    ours, theirs = os.pipe()
-    source = f"import os, time\nos.write({theirs}, b'x')\ntime.sleep(600)"
-    with Sandbox(source, limits=limited(wall_s=600), passed=[theirs]) as box:
-        assert os.read(ours, 1) == b"x"
+def test_a_program_that_sleeps_is_not_computing() -> None:
+    read_end, write_end = os.pipe()
+    source = f"import os, time\nos.write({write_end}, b'x')\ntime.sleep(600)"
+    with Sandbox(source, limits=limited(wall_s=600), passed=[write_end]) as box:
+        assert os.read(read_end, 1) == b"x"
         deadline = time.monotonic() + 120
         while box._usage().computing:
             assert time.monotonic() < deadline
-    os.close(ours)
-    os.close(theirs)
+    os.close(read_end)
+    os.close(write_end)
 
 
 def usage(cpu_s: float, elapsed_s: float, computing: bool = True) -> ProgramEnd:
@@ -1015,13 +1022,13 @@ for _ in range(8):
 
 
 @NAMESPACES
-def test_all_processes_of_a_program_count() -> None:
+def test_the_cpu_time_of_all_processes_of_a_program_counts() -> None:
     source = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
     with Sandbox(source, limits=Limits(processes=16, wall_s=600)) as box:
-        (init,), most = psutil.Process(box._process.pid).children(), 0.0
-        while most < 0.1:
-            every = init.children(recursive=True)
-            most = max((sum(one.cpu_times()[:2]) for one in every), default=0.0)
-            most = most if len(every) == 8 else 0.0
-        assert box._usage().cpu_s > 3 * most
+        (init,), largest_s = psutil.Process(box._process.pid).children(), 0.0
+        while largest_s < 0.1:
+            processes = init.children(recursive=True)
+            largest_s = max((sum(one.cpu_times()[:2]) for one in processes), default=0.0)
+            largest_s = largest_s if len(processes) == 8 else 0.0
+        assert box._usage().cpu_s > 3 * largest_s
         assert box._usage().computing

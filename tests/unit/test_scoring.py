@@ -1,4 +1,4 @@
-"""Scoring in processes: whatever a reward does costs its own response, never the engine."""
+"""Scoring in processes: a fault of a reward affects only its own response, never the engine."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ BACKTRACKS = "a" * 40 + "b"
 BOTH_LOOPS = pytest.mark.parametrize(
     "new_loop", [pytest.param(asyncio.new_event_loop, marks=thorough), uvloop.new_event_loop]
 )
-"""Event loops of these tests: Ray's actors run on uvloop. The other tests run on asyncio's own."""
+"""Both event loops: Ray's actors run on uvloop. The other tests run only on asyncio's own loop."""
 
 REWARDS = """
 import ctypes, os, re, subprocess, sys, time
@@ -138,7 +138,7 @@ def relative(prompt, responses, *, tokens, held_out):
 WAITING = []
 
 async def meet(prompt, response, *, parties=0):
-    # Continues when `parties` calls are in it, and would wait for ever for one fewer.
+    # Returns once `parties` calls are pending; with fewer calls, it would wait forever.
     import asyncio
     if response == "block":
         time.sleep(600)
@@ -168,7 +168,7 @@ def prompt(do: str = "", **fields: Any) -> Prompt:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """A module of rewards in the working directory."""
+    """Return the name of a module with REWARDS in the working directory."""
     name = f"scored_{abs(hash(request.node.name))}"
     (tmp_path / f"{name}.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
@@ -199,11 +199,10 @@ def config(module: str, **settings: Any) -> RewardConfig:
 
 
 @BOTH_LOOPS
-def test_a_regex_that_backtracks_for_ever_costs_its_response_alone(
+def test_a_regex_that_backtracks_forever_fails_only_its_response(
     module: str, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """It holds the interpreter lock: no thread of its process can interrupt it. Actors of Ray run
-    on uvloop."""
+    """The regex holds the interpreter lock, so no thread of its process can interrupt it."""
     turns = 0
 
     async def work(scorer: Scorer) -> tuple[Scored, int, Scored]:
@@ -219,7 +218,7 @@ def test_a_regex_that_backtracks_for_ever_costs_its_response_alone(
 
     stuck, during, after = scored_by(config(module, timeout_s=1, workers=1), work, new_loop)
     assert stuck == Scored(reward=0.0, error="no reward within rollout.reward.timeout_s: 1")
-    assert during > 100, "the event loop continued meanwhile"
+    assert during > 100, "the event loop was not blocked"
     assert after == Scored(reward=4.0)
 
 
@@ -228,21 +227,21 @@ def test_a_hanging_reward_reports_its_line_before_it_is_killed(
 ) -> None:
     async def work(scorer: Scorer) -> None:
         await scorer.score(prompt("backtrack"), BACKTRACKS)
-        await scorer.score(prompt(), "by its successor")
+        await scorer.score(prompt(), "scored by the next process")
 
     line = REWARDS[: REWARDS.index("re.match")].count("\n") + 1
     place = f'File "{tmp_path / module}.py", line {line} in score'
 
-    def is_said() -> bool:
+    def is_reported() -> bool:
         scored_by(config(module, timeout_s=1, workers=1), work)
         return place in capfd.readouterr().err
 
-    # A busy machine may not let it come to say so in its moment, but not each time.
-    assert any(is_said() for _ in range(10))
+    # On a busy machine, the time for the report may not be enough, but not ten times in a row.
+    assert any(is_reported() for _ in range(10))
 
 
 def test_other_responses_are_scored_while_one_hangs(module: str, tmp_path: Path) -> None:
-    """One process hangs until the other has scored twenty."""
+    """One process hangs until the other has scored twenty responses."""
     file = tmp_path / "go on"
 
     async def work(scorer: Scorer) -> list[Scored]:
@@ -273,24 +272,22 @@ def test_other_responses_are_scored_while_one_hangs(module: str, tmp_path: Path)
         ("fill memory", "MemoryError"),
     ],
 )
-def test_what_a_reward_does_to_its_process_is_an_error_of_its_response(
-    module: str, do: str, error: str
-) -> None:
+def test_a_fault_of_a_reward_is_an_error_of_its_response(module: str, do: str, error: str) -> None:
     async def work(scorer: Scorer) -> list[Scored]:
-        asked = [scorer.score(prompt(do), "abc"), scorer.score(prompt(), "abc")]
-        return list(await asyncio.gather(*asked))
+        scores = [scorer.score(prompt(do), "abc"), scorer.score(prompt(), "abc")]
+        return list(await asyncio.gather(*scores))
 
     settings = config(module, timeout_s=300, workers=1, memory_mib=2048)
     assert scored_by(settings, work) == [Scored(reward=0.0, error=error), Scored(reward=3.0)]
 
 
-def test_what_a_reward_started_is_killed_with_its_process(module: str, tmp_path: Path) -> None:
+def test_a_child_of_a_reward_is_killed_with_its_process(module: str, tmp_path: Path) -> None:
     file = tmp_path / "pid"
 
     async def work(scorer: Scorer) -> psutil.Process:
-        asked = asyncio.create_task(scorer.score(prompt("start a child", file=str(file)), ""))
+        scoring = asyncio.create_task(scorer.score(prompt("start a child", file=str(file)), ""))
         while not (file.exists() and file.read_text().endswith(".")):
-            assert not asked.done()
+            assert not scoring.done()
             await asyncio.sleep(0)
         return psutil.Process(int(file.read_text()[:-1]))
 
@@ -298,7 +295,7 @@ def test_what_a_reward_started_is_killed_with_its_process(module: str, tmp_path:
     assert psutil.wait_procs([child], timeout=600)[1] == []
 
 
-def test_what_a_reward_started_is_killed_when_its_process_ended_by_itself(
+def test_a_child_of_a_reward_is_killed_if_its_process_ends_by_itself(
     module: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "pid"
@@ -314,24 +311,25 @@ def test_what_a_reward_started_is_killed_when_its_process_ended_by_itself(
 
 
 @BOTH_LOOPS
-def test_a_daemon_that_a_reward_left_behind_ends_with_its_process(
+def test_a_daemon_of_a_reward_ends_with_its_process(
     module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """It is in a session of its own, of a parent that has ended, and it holds the socket open."""
+    """The daemon has a session of its own and a parent that has ended, and holds the socket
+    open."""
     file = tmp_path / "pid"
 
     async def work(scorer: Scorer) -> list[Scored]:
-        asked = asyncio.create_task(
+        scoring = asyncio.create_task(
             scorer.score(prompt("leave a daemon behind", file=str(file)), "abc")
         )
         while not (file.exists() and file.read_text().endswith(".")):
-            assert not asked.done()
+            assert not scoring.done()
             await asyncio.sleep(0)
         (worker,) = scorer.pools[0].processes
         daemons.append(psutil.Process(int(file.read_text()[:-1])))
         worker._fail_all(supervisor.OutOfTime())
         worker.kill(show=True)
-        return [await asked, await asyncio.wait_for(scorer.score(prompt(), "abc"), 600)]
+        return [await scoring, await asyncio.wait_for(scorer.score(prompt(), "abc"), 600)]
 
     daemons: list[psutil.Process] = []
     scored = scored_by(config(module, timeout_s=300, workers=1), work, new_loop)
@@ -346,12 +344,13 @@ def test_a_daemon_that_a_reward_left_behind_ends_with_its_process(
 def test_a_process_without_its_socket_is_replaced(
     module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """It closed the socket and continues, or ended while another process holds the socket open."""
+    """The process closes its socket and continues, or ends while another process holds the socket
+    open."""
     file = tmp_path / "pid"
 
     async def work(scorer: Scorer) -> list[Scored]:
-        asked = [prompt("close everything"), prompt("orphan the socket", file=str(file)), prompt()]
-        return [await scorer.score(one, "abc") for one in asked]
+        faults = [prompt("close everything"), prompt("orphan the socket", file=str(file))]
+        return [await scorer.score(one, "abc") for one in (*faults, prompt())]
 
     scored = scored_by(config(module, timeout_s=60, workers=1), work, new_loop)
     os.kill(int(file.read_text()[:-1]), signal.SIGKILL)
@@ -369,8 +368,8 @@ def test_a_command_of_a_reward_inherits_no_socket(module: str) -> None:
     assert scored_by(config(module, timeout_s=300, workers=1), work) == Scored(reward=0.0)
 
 
-def test_a_child_that_comes_back_from_the_reward_scores_nothing(module: str) -> None:
-    """`os.fork` gives the child the socket too: its answer would be another's reward."""
+def test_a_child_that_returns_from_the_reward_sends_no_reply(module: str) -> None:
+    """`os.fork` copies the socket: a reply of the child would be the score of the next response."""
 
     async def work(scorer: Scorer) -> list[Scored]:
         return [await scorer.score(prompt("return twice"), "abc") for _ in range(20)]
@@ -380,40 +379,40 @@ def test_a_child_that_comes_back_from_the_reward_scores_nothing(module: str) -> 
 
 
 @BOTH_LOOPS
-def test_a_reply_that_came_while_the_event_loop_was_busy_is_in_time(
+def test_a_reply_that_arrives_while_the_event_loop_is_busy_is_in_time(
     module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """The loop is busy from before the reward begins until after the limit; the reply is there."""
+    """The loop is busy until after the time limit, and the reply arrives before the limit."""
     file = tmp_path / "go on"
 
     async def work(scorer: Scorer) -> Scored:
-        asked = asyncio.create_task(scorer.score(prompt("wait for", file=str(file)), "abc"))
+        scoring = asyncio.create_task(scorer.score(prompt("wait for", file=str(file)), "abc"))
         (worker,) = scorer.pools[0].processes
         assert worker._transport is not None
         while not worker.calls:
             await asyncio.sleep(0)
 
-        taken = time.monotonic()
+        submitted = time.monotonic()
         reply = worker._transport.get_extra_info("socket").fileno()
-        here, there = socket.socketpair()
+        reader, writer = socket.socketpair()
 
         def be_busy() -> None:
-            here.recv(1)
-            file.touch()  # not before: the reply must come while the loop is busy
+            reader.recv(1)
+            file.touch()  # only here, because the reply must arrive while the loop is busy
             while not select.select([reply], [], [], 60)[0]:
                 pass
-            while time.monotonic() < taken + 1.5:
+            while time.monotonic() < submitted + 1.5:
                 time.sleep(0.1)
 
-        with here, there:
-            # In a reader: what comes during it is read in the next turn, after the timers.
+        with reader, writer:
+            # In a reader: the loop reads later data in its next turn, after the timers.
             loop = asyncio.get_running_loop()
-            loop.add_reader(here, be_busy)
-            there.send(b"x")
+            loop.add_reader(reader, be_busy)
+            writer.send(b"x")
             try:
-                return await asked
+                return await scoring
             finally:
-                loop.remove_reader(here)
+                loop.remove_reader(reader)
 
     assert scored_by(config(module, timeout_s=1, workers=1), work, new_loop) == Scored(reward=3.0)
 
@@ -421,7 +420,7 @@ def test_a_reply_that_came_while_the_event_loop_was_busy_is_in_time(
 def test_a_process_that_cannot_be_started_is_an_error_of_its_responses(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory or process ids may be exhausted. Later responses try again."""
+    """The machine may have no memory or process id left. Later responses try again."""
 
     def refused(*_: Any, **__: Any) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -431,7 +430,7 @@ def test_a_process_that_cannot_be_started_is_an_error_of_its_responses(
             patch.setattr(subprocess, "Popen", refused)
             server = scorer.pools[0].supervisor._server
             assert server is not None
-            server.kill()  # with its processes; their successors cannot be started
+            server.kill()  # also kills its processes, which cannot be replaced now
             await scorer.score(prompt("wait for", file=""), "")
             refusal = await asyncio.wait_for(scorer.score(prompt(), "abc"), 600)
         return [refusal, await scorer.score(prompt(), "abc")]
@@ -447,9 +446,9 @@ def test_a_response_without_a_waiter_is_not_scored(module: str, tmp_path: Path) 
     async def work(scorer: Scorer) -> Scored:
         first = asyncio.create_task(scorer.score(prompt("wait for", file=str(go_on)), "abc"))
         await asyncio.sleep(0)
-        given_up = asyncio.create_task(scorer.score(prompt("touch", file=str(file)), "abc"))
+        cancelled = asyncio.create_task(scorer.score(prompt("touch", file=str(file)), "abc"))
         await asyncio.sleep(0)
-        given_up.cancel()
+        cancelled.cancel()
         go_on.touch()
         await first
         return await scorer.score(prompt(), "abcd")
@@ -459,7 +458,7 @@ def test_a_response_without_a_waiter_is_not_scored(module: str, tmp_path: Path) 
 
 
 def test_processes_start_only_when_responses_wait(module: str) -> None:
-    others = set(psutil.Process().children())  # of other tests, such as the ranks' fork server
+    others = set(psutil.Process().children())  # from other tests, such as the ranks' fork server
 
     async def work(scorer: Scorer) -> tuple[int, int]:
         one_by_one = [await scorer.score(prompt("pid"), "") for _ in range(5)]
@@ -469,8 +468,8 @@ def test_processes_start_only_when_responses_wait(module: str) -> None:
     assert scored_by(config(module, timeout_s=300, workers=4), work) == (1, 1)
 
 
-def test_the_import_of_a_module_is_no_response_s_time(module: str, tmp_path: Path) -> None:
-    """It takes longer than the limit."""
+def test_an_import_does_not_count_against_the_time_limit(module: str, tmp_path: Path) -> None:
+    """The import takes longer than the limit."""
     source = (tmp_path / f"{module}.py").read_text()
     (tmp_path / f"{module}.py").write_text(f"import time\ntime.sleep(1.5)\n{source}")
 
@@ -482,13 +481,11 @@ def test_the_import_of_a_module_is_no_response_s_time(module: str, tmp_path: Pat
         finally:
             scorer.close()
 
-    # On a busy machine the response itself may take longer, too, but not each time.
+    # On a busy machine, the response itself may exceed the limit, too, but not ten times in a row.
     assert any(asyncio.run(scored()) == Scored(reward=3.0) for _ in range(10))
 
 
-def test_a_module_that_fails_in_the_process_is_named_before_any_response(
-    module: str, tmp_path: Path
-) -> None:
+def test_a_failed_import_is_reported_before_any_response(module: str, tmp_path: Path) -> None:
     (tmp_path / f"{module}.py").write_text("1/0\n")
 
     async def work(scorer: Scorer) -> None:
@@ -498,7 +495,7 @@ def test_a_module_that_fails_in_the_process_is_named_before_any_response(
         scored_by(config(module), work)
 
 
-def test_what_a_reward_prints_goes_where_the_engine_writes(
+def test_output_of_a_reward_goes_to_the_engines_output(
     module: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def work(scorer: Scorer) -> Scored:
@@ -508,12 +505,12 @@ def test_what_a_reward_prints_goes_where_the_engine_writes(
     assert capfd.readouterr().out == "a line of the reward\n"
 
 
-def test_a_trivial_reward_is_scored_at_once_and_in_no_process() -> None:
+def test_a_trivial_reward_is_called_at_once_and_without_a_process() -> None:
     async def work(scorer: Scorer) -> tuple[Scored, Scored, int]:
-        asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "46"})
+        valid = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "46"})
         wrong = Prompt(id="p8", text="?", token_ids=(1,), fields={})
         children = len(psutil.Process().children())
-        return scorer.score_inline(asked, "46"), scorer.score_inline(wrong, "46"), children
+        return scorer.score_inline(valid, "46"), scorer.score_inline(wrong, "46"), children
 
     before = len(psutil.Process().children())
     right, wrong, children = scored_by(RewardConfig(name="arithmetic"), work)
@@ -542,11 +539,11 @@ asyncio.run(run())
 
 
 @pytest.mark.parametrize("do", ["backtrack", "leave a daemon behind"])
-def test_a_process_in_the_midst_of_a_reward_ends_with_its_engine(
+def test_a_process_that_runs_a_reward_ends_with_its_engine(
     module: str, tmp_path: Path, do: str
 ) -> None:
-    """This includes a reward that holds the interpreter lock and cannot see that its socket closed;
-    and what it left behind in a session of its own."""
+    """This includes a reward that holds the interpreter lock, so that it cannot notice that its
+    socket closed, and a daemon in a session of its own."""
     file = tmp_path / "pid"
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(ENGINE), f"{module}:score", do, str(file)],
@@ -591,29 +588,29 @@ def test_math_compares_values() -> None:
     assert scored_by(settings, work) == [Scored(reward=reward) for _, _, reward in cases]
 
 
-def test_math_calls_a_response_that_computes_for_ever_wrong(
+def test_math_scores_a_response_with_an_endless_computation_as_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No error: its prompt is sound."""
+    """This is not an error, because the prompt is valid."""
     assert MATHEMATICS["math"].cpu_limit_s == 5.0
     monkeypatch.setitem(MATHEMATICS, "math", replace(MATHEMATICS["math"], cpu_limit_s=1.5))
-    asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
+    valid = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
 
     async def work(scorer: Scorer) -> list[Scored]:
-        return [await scorer.score(asked, text) for text in ("$9^{9^{9^{9}}}$", r"\boxed{42}")]
+        return [await scorer.score(valid, text) for text in ("$9^{9^{9^{9}}}$", r"\boxed{42}")]
 
     settings = RewardConfig(name="math", workers=1, timeout_s=600)
     assert scored_by(settings, work) == [Scored(reward=0.0), Scored(reward=1.0)]
 
 
-def test_math_counts_the_time_that_it_computes() -> None:
-    """A right answer stays right on a loaded or suspended machine."""
-    asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
+def test_math_limits_cpu_time() -> None:
+    """A right answer remains right on a loaded or suspended machine."""
+    valid = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
 
     async def work(scorer: Scorer) -> Scored:
         (worker,) = scorer.pools[0].processes
         os.kill(worker.pid, signal.SIGSTOP)
-        scored = asyncio.create_task(scorer.score(asked, r"\boxed{42}"))
+        scored = asyncio.create_task(scorer.score(valid, r"\boxed{42}"))
         await asyncio.sleep(0)
         assert worker.calls
         for _ in range(3):
@@ -626,14 +623,14 @@ def test_math_counts_the_time_that_it_computes() -> None:
     assert scored_by(settings, work) == Scored(reward=1.0)
 
 
-def test_math_that_computes_past_both_limits_is_wrong() -> None:
-    """The loop was busy when the limit on processor time was reached, and until the other one."""
-    asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
+def test_math_past_both_time_limits_is_wrong() -> None:
+    """The event loop was busy when the limit on CPU time passed, and until the other limit."""
+    valid = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
 
     async def work(scorer: Scorer) -> Scored:
         (worker,) = scorer.pools[0].processes
         os.kill(worker.pid, signal.SIGSTOP)
-        scored = asyncio.create_task(scorer.score(asked, "1"))
+        scored = asyncio.create_task(scorer.score(valid, "1"))
         await asyncio.sleep(0)
         worker.calls[1].deadline = 0.0
         worker.calls[1].cpu_until_s = 0.0
@@ -645,18 +642,19 @@ def test_math_that_computes_past_both_limits_is_wrong() -> None:
     assert scored_by(settings, work) == Scored(reward=0.0)
 
 
-def test_math_names_an_answer_it_cannot_read() -> None:
-    asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": r"\text{}"})
+def test_math_names_an_answer_that_it_cannot_read() -> None:
+    unreadable = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": r"\text{}"})
 
     async def work(scorer: Scorer) -> Scored:
-        return await scorer.score(asked, "42")
+        return await scorer.score(unreadable, "42")
 
     error = scored_by(RewardConfig(name="math", workers=1, timeout_s=600), work).error
     assert r"prompt p7: `answer` '\\text{}' cannot be parsed by math-verify" in str(error)
 
 
-def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> None:
-    """The first goes alone, as no other call waits yet; a failing or deadly one costs itself."""
+def test_a_reward_that_takes_lists_gets_all_waiting_responses_in_one_call(module: str) -> None:
+    """The first response is scored alone, because no other waits yet. A response that makes the
+    reward raise or its process end affects no other response."""
     cut = RewardContext(finish_reason="length")
 
     async def work(scorer: Scorer) -> list[Scored]:
@@ -673,7 +671,7 @@ def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> N
         "the reward's process ended with code 3; see the engine's log",
         None,
     ]
-    assert [rest[0].reward, rest[1].reward, rest[4].reward] == [1.5] * 3, "each tried again alone"
+    assert [rest[0].reward, rest[1].reward, rest[4].reward] == [1.5] * 3, "each was retried alone"
 
     async def fine(scorer: Scorer) -> list[Scored]:
         return list(await asyncio.gather(*(scorer.score(prompt(), one) for one in ("", "a", "b"))))
@@ -681,7 +679,7 @@ def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> N
     assert [one.reward for one in scored_by(settings, fine)] == [1.0, 2.0, 2.0]
 
 
-def test_calls_of_an_async_reward_are_under_way_together(module: str) -> None:
+def test_calls_of_an_async_reward_are_pending_together(module: str) -> None:
     async def work(scorer: Scorer) -> list[Scored]:
         return list(await asyncio.gather(*(scorer.score(prompt(), "") for _ in range(64))))
 
@@ -699,16 +697,15 @@ def test_calls_of_an_async_reward_are_under_way_together(module: str) -> None:
         ("block", "no reward within rollout.reward.timeout_s: 1"),
     ],
 )
-def test_one_call_of_an_async_reward_costs_no_other(
+def test_a_failed_call_of_an_async_reward_affects_no_other_call(
     module: str, response: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes a response that ends or blocks the process that all of them share."""
+    """This includes a response that ends or blocks the process of all calls."""
     monkeypatch.setattr(supervisor, "CANCEL_S", 0.5)
 
     async def work(scorer: Scorer) -> list[Scored]:
         (pool,) = scorer.pools
-        asked = [scorer.score(prompt(), one) for one in (response, "a", "b")]
-        scored = await asyncio.gather(*asked)
+        scored = await asyncio.gather(*(scorer.score(prompt(), x) for x in (response, "a", "b")))
         pool.limits = replace(pool.limits, timeout_s=300.0)
         return [*scored, await scorer.score(prompt(), "c")]
 
@@ -723,12 +720,12 @@ def test_a_reward_receives_the_arguments_that_it_names(module: str) -> None:
     async def work(scorer: Scorer) -> Scored:
         return await scorer.score(prompt(), "", known)
 
-    asks = {"name": f"{module}:context", "settings": {"more": 1000}}
-    settings = RewardConfig(**asks, workers=1, timeout_s=300)
+    reward = {"name": f"{module}:context", "settings": {"more": 1000}}
+    settings = RewardConfig(**reward, workers=1, timeout_s=300)
     assert scored_by(settings, work) == Scored(reward=2 + 0.5 + 7 + 1 + 1 + 300 + 1000)
 
 
-def test_a_reward_of_parts_is_their_weighted_sum_and_names_the_one_that_fails(module: str) -> None:
+def test_a_reward_of_parts_is_their_weighted_sum_and_names_a_failed_part(module: str) -> None:
     parts = {
         "right": {"name": "arithmetic"},
         "length": {"name": f"{module}:score", "weight": 0.5},
@@ -736,8 +733,8 @@ def test_a_reward_of_parts_is_their_weighted_sum_and_names_the_one_that_fails(mo
     }
 
     async def work(scorer: Scorer) -> list[Scored]:
-        asked = [prompt(answer="46"), prompt("nan", answer="46"), prompt()]
-        return [await scorer.score(one, "46") for one in asked]
+        prompts = [prompt(answer="46"), prompt("nan", answer="46"), prompt()]
+        return [await scorer.score(one, "46") for one in prompts]
 
     right, failed, twice = scored_by(RewardConfig(parts=parts, workers=1, timeout_s=300), work)
     assert right == Scored(reward=2.0, parts={"right": 1.0, "length": 2.0, "shown": 1.0})
@@ -761,7 +758,7 @@ def test_a_gate_multiplies_the_weighted_sum_of_the_other_parts(module: str) -> N
     ]
 
 
-def test_a_part_is_asked_about_the_prompts_that_it_is_for(module: str) -> None:
+def test_a_part_is_called_only_for_the_prompts_that_it_applies_to(module: str) -> None:
     parts = {
         "right": {"name": "arithmetic", "where": {"kind": ["sums", "products"]}},
         "long": {"name": f"{module}:score", "where": {"kind": "words"}},
@@ -770,8 +767,8 @@ def test_a_part_is_asked_about_the_prompts_that_it_is_for(module: str) -> None:
     settings = RewardConfig(parts=parts, workers=1, timeout_s=300)
 
     async def work(scorer: Scorer) -> list[Scored]:
-        asked = [prompt(kind="products", answer="46"), prompt(kind="words")]
-        return [await scorer.score(one, "46") for one in asked]
+        prompts = [prompt(kind="products", answer="46"), prompt(kind="words")]
+        return [await scorer.score(one, "46") for one in prompts]
 
     of_sums, of_words = scored_by(settings, work)
     assert of_sums == Scored(reward=1.0, parts={"right": 1.0, "shown": 1.0})
@@ -787,13 +784,15 @@ RIGHT = {"right": 0.5}
 
 
 def group_of(
-    *texts: str, given: float = 0.0, parts: dict[str, float] = RIGHT, **changes: Any
+    *texts: str, environment: float = 0.0, parts: dict[str, float] = RIGHT, **changes: Any
 ) -> list[SampleRow]:
-    """Responses to one prompt, whose reward so far is 0.5, and what an environment has given."""
+    """Return responses to one prompt. The reward of each is 0.5 plus that of its `environment`."""
     return [
         row(
             replace(
-                make_sample(prompt(), f"7-{k}", [1, 2], reward=0.5 + given, reward_error=error),
+                make_sample(
+                    prompt(), f"7-{k}", [1, 2], reward=0.5 + environment, reward_error=error
+                ),
                 text=text,
                 reward_parts=None if error else parts,
                 **changes,
@@ -827,14 +826,14 @@ def test_a_reward_per_group_takes_all_its_responses_at_once(module: str, tmp_pat
     found = grouped_by(settings, group_of("a", "failed", "b", "nan", step_rewards=steps), tmp_path)
     assert [one.id for one in found] == ["7-0", "7-1", "7-2", "7-3"]
     assert [one.reward for one in found] == [0.5 + 1.5, 0.5, 0.5 + 6.5, 0.0]
-    (more,) = grouped_by(settings, group_of("a", given=2.0), tmp_path)
-    assert more.reward == 2.5 + 0.5, "what an environment gave is kept"
+    (more,) = grouped_by(settings, group_of("a", environment=2.0), tmp_path)
+    assert more.reward == 2.5 + 0.5, "includes the reward of the environment"
     assert [one.reward_parts for one in found] == [
         {"right": 0.5, "relative": 3.0},
         None,
         {"right": 0.5, "relative": 13.0},
         None,
-    ], "one that failed before was not among the three"
+    ], "the reward received three responses, without the failed one"
     assert [one.reward_error for one in found] == [
         None,
         "it failed before",
@@ -846,11 +845,12 @@ def test_a_reward_per_group_takes_all_its_responses_at_once(module: str, tmp_pat
     assert json.loads(line)["response"] == "nan"
 
 
-def test_a_reward_that_is_no_number_with_its_groups_part_is_an_error(
-    module: str, tmp_path: Path
+@pytest.mark.parametrize("weight", [1e308, 1e31])
+def test_a_reward_that_is_too_large_with_its_part_per_group_is_an_error(
+    module: str, tmp_path: Path, weight: float
 ) -> None:
     parts = {
-        "right": {"name": "arithmetic", "weight": 1e308},
+        "right": {"name": "arithmetic", "weight": weight},
         "relative": {"name": f"{module}:relative", "per": "group", "gate": True},
     }
     settings = RewardConfig(parts=parts, workers=1, timeout_s=300)
@@ -860,7 +860,7 @@ def test_a_reward_that_is_no_number_with_its_groups_part_is_an_error(
     assert len((tmp_path / LOG).read_text().splitlines()) == 3
 
 
-def test_a_row_that_gates_alone_are_for_has_no_reward() -> None:
+def test_a_row_to_which_only_gates_apply_has_no_reward() -> None:
     parts = {
         "right": {"name": "arithmetic", "where": {"kind": "sums"}},
         "format": {"name": "math", "gate": True},
@@ -870,28 +870,28 @@ def test_a_row_that_gates_alone_are_for_has_no_reward() -> None:
     assert needed({"kind": "words"}) is None
 
 
-def test_a_group_whose_reward_raises_has_none(module: str, tmp_path: Path) -> None:
+def test_a_group_whose_reward_raises_has_no_reward(module: str, tmp_path: Path) -> None:
     settings = RewardConfig(name=f"{module}:relative", per="group", workers=1, timeout_s=300)
     found = grouped_by(settings, group_of("a", "bad"), tmp_path)
     assert [one.reward_error for one in found] == ["ValueError: a bad one"] * 2
     (right, _) = grouped_by(settings, group_of("a", "b", parts={}), tmp_path)
     assert (right.reward, right.reward_parts) == (0.5 + 2.0, None)
     (kept,) = grouped_by(settings, group_of("a", parts={"steps": 3.0}), tmp_path)
-    assert kept.reward_parts == {"steps": 3.0}, "what came with the sample"
+    assert kept.reward_parts == {"steps": 3.0}, "the part that the sample had before"
 
 
 @pytest.mark.parametrize(
-    ("function", "per", "said"),
+    ("function", "per", "message"),
     [
-        ("relative", "response", "takes (prompt, responses), all responses to a prompt; set"),
-        ("of_lists", "group", "does not take all responses to a prompt; name a function"),
+        ("relative", "response", "takes (prompt, responses), so it needs all responses to a"),
+        ("of_lists", "group", "does not accept all responses to a prompt; name a function"),
     ],
 )
-def test_what_a_reward_takes_and_what_it_is_called_for_agree(
-    module: str, function: str, per: Any, said: str
+def test_the_parameters_of_a_reward_and_its_per_must_agree(
+    module: str, function: str, per: Any, message: str
 ) -> None:
     settings = RewardConfig(parts={"mine": {"name": f"{module}:{function}", "per": per}})
     with pytest.raises(RewardError) as caught:
         require_rewards(settings)
     assert caught.value.where == "rollout.reward.parts.mine.per"
-    assert said in str(caught.value)
+    assert message in str(caught.value)

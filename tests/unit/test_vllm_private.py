@@ -1,4 +1,4 @@
-"""Private parts of vLLM that we use exist, and do what they are used for."""
+"""Private names of vLLM that this package uses: they exist, and behave as the package expects."""
 
 import ast
 import importlib
@@ -27,7 +27,7 @@ PACKAGE = Path(megatron_async_rl.__file__).parent
 
 
 def imported() -> set[str]:
-    """Every name that our code imports from vLLM, wherever in a file."""
+    """Return all names that the package imports from vLLM, inside functions, too."""
     return {
         f"{node.module}.{name.name}"
         for path in PACKAGE.rglob("*.py")
@@ -37,9 +37,9 @@ def imported() -> set[str]:
     }
 
 
-def found(name: str) -> bool:
-    """True if a module has the class or function, or a class has the method, or sets the
-    attribute in its `__init__`."""
+def exists(name: str) -> bool:
+    """Return True if vLLM has the class, function or method, or if a class sets the attribute in
+    its `__init__`."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         try:
@@ -48,13 +48,13 @@ def found(name: str) -> bool:
             continue
         for part in parts[end:-1]:
             owner = getattr(owner, part, None)
-        constructor = inspect.unwrap(getattr(owner, "__init__", found))
+        constructor = inspect.unwrap(getattr(owner, "__init__", exists))
         code = getattr(constructor, "__code__", None)
         return hasattr(owner, parts[-1]) or (code is not None and parts[-1] in code.co_names)
     return False
 
 
-def test_every_private_name_is_used_in_the_file_it_is_listed_for() -> None:
+def test_every_private_name_is_used_in_the_file_that_lists_it() -> None:
     for file, names in PRIVATE_NAMES.items():
         source = (PACKAGE / "rollout" / "vllm" / f"{file}.py").read_text(encoding="utf-8")
         for name in names:
@@ -62,11 +62,11 @@ def test_every_private_name_is_used_in_the_file_it_is_listed_for() -> None:
 
 
 @looped("name", lambda: sorted({*chain(*PRIVATE_NAMES.values()), *imported()}))
-def test_the_installed_vllm_has_every_name_we_use(name: str) -> None:
-    assert found(name), f"vLLM has no {name}"
+def test_the_installed_vllm_has_every_name_that_the_package_uses(name: str) -> None:
+    assert exists(name), f"vLLM has no {name}"
 
 
-def test_two_workers_with_half_of_the_experts_add_up_to_one_with_all() -> None:
+def test_outputs_of_two_workers_with_half_of_the_experts_add_up() -> None:
     kernel = CPUUnquantizedExperts
     cpu_worker.compute_own_experts()
     draw = torch.Generator().manual_seed(1)
@@ -76,11 +76,11 @@ def test_two_workers_with_half_of_the_experts_add_up_to_one_with_all() -> None:
     states = torch.randn(tokens, hidden, generator=draw)
     ids = torch.stack([torch.randperm(experts, generator=draw)[:2] for _ in range(tokens)]).int()
 
-    def output(own: slice, places: list[int] | None) -> torch.Tensor:
-        found = torch.empty(tokens, hidden)
+    def output(own: slice, positions: list[int] | None) -> torch.Tensor:
+        result = torch.empty(tokens, hidden)
         kernel.apply(
             SimpleNamespace(_use_zentorch=False, w1_bias=None, w2_bias=None, isa=kernel.isa),
-            output=found,
+            output=result,
             hidden_states=states,
             w1=cpu_prepack_moe_weight(w13[own].contiguous(), kernel.isa),
             w2=cpu_prepack_moe_weight(w2[own].contiguous(), kernel.isa),
@@ -88,20 +88,20 @@ def test_two_workers_with_half_of_the_experts_add_up_to_one_with_all() -> None:
             topk_ids=ids,
             activation=MoEActivation.SILU,
             global_num_experts=experts,
-            expert_map=None if places is None else torch.tensor(places, dtype=torch.int32),
+            expert_map=None if positions is None else torch.tensor(positions, dtype=torch.int32),
             apply_router_weight_on_input=False,
             **dict.fromkeys(
                 ("a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta")
             ),
         )
-        return found
+        return result
 
-    whole = output(slice(None), None)
+    complete = output(slice(None), None)
     halves = output(slice(0, 2), [0, 1, -1, -1]) + output(slice(2, 4), [-1, -1, 0, 1])
-    torch.testing.assert_close(halves, whole)
+    torch.testing.assert_close(halves, complete)
 
 
-def test_experts_that_weigh_their_inputs_are_not_divided_on_a_cpu() -> None:
+def test_experts_with_weighted_inputs_cannot_be_divided_on_a_cpu() -> None:
     cpu_worker.compute_own_experts()
     with pytest.raises(ValueError, match="weights the inputs of experts"):
         CPUUnquantizedExperts.apply(
@@ -111,44 +111,44 @@ def test_experts_that_weigh_their_inputs_are_not_divided_on_a_cpu() -> None:
         )
 
 
-def test_a_name_that_is_gone_is_found_out() -> None:
+def test_a_missing_name_is_detected() -> None:
     collector = "vllm.v1.engine.output_processor.RequestOutputCollector"
-    assert not found(f"{collector}.put_all")
-    assert not found(f"{collector}s.put")
-    assert not found("vllm.v1.engine.output_processors.RequestOutputCollector.put")
+    assert not exists(f"{collector}.put_all")
+    assert not exists(f"{collector}s.put")
+    assert not exists("vllm.v1.engine.output_processors.RequestOutputCollector.put")
 
 
 class Core:
-    """vLLM's engine process, as far as an update calls it: its calls, in order. `idle`: it stops at
-    once, else when `stops` is answered."""
+    """Stand-in for vLLM's engine core that records the `calls` of an update. `idle`: it pauses at
+    once; otherwise once the future `paused` has a result. `loaded`: what its workers return."""
 
-    def __init__(self, *, idle: bool, answers: list[dict[str, Loaded]]) -> None:
-        self.told: list[Any] = []
-        self.stops: Future[None] | None = None if idle else Future()
-        self.answers = answers
+    def __init__(self, *, idle: bool, loaded: list[dict[str, Loaded]]) -> None:
+        self.calls: list[Any] = []
+        self.paused: Future[None] | None = None if idle else Future()
+        self.loaded = loaded
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.scheduler = SimpleNamespace(requests={})
 
     def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None] | None:
-        self.told.append(("pause", mode, clear_cache))
-        return self.stops
+        self.calls.append(("pause", mode, clear_cache))
+        return self.paused
 
     def collective_rpc(self, method: str, timeout: None, args: tuple[Any, ...]) -> Any:
-        self.told.append((method, *args[1:]))
-        return self.answers
+        self.calls.append((method, *args[1:]))
+        return self.loaded
 
     def set_weight_version(self, version: str) -> None:
-        self.told.append(("version", version))
+        self.calls.append(("version", version))
 
     def resume_scheduler(self) -> None:
-        self.told.append("resume")
+        self.calls.append("resume")
 
     def load(self, first: bool, last: bool, resume_if: dict[str, str] | None) -> Any:
         return engine_core._load_bucket(self, {}, 7, first, last, False, resume_if)
 
 
 def part(value: float, row: int = 0, rows: int = 2, total: int = 2) -> dict[str, Loaded]:
-    """The answer of a worker that holds `rows` of the `total` rows of w."""
+    """Return what a worker reports that holds `rows` of the `total` rows of the tensor w."""
     d1, d2, _ = partial_digest(torch.full((rows, 3), value), row).tolist()
     return {"w": Loaded(torch.float32, (total, 3), {(row, 0, rows, 3, d1, d2)})}
 
@@ -157,53 +157,53 @@ A = tensor_digest(torch.full((2, 3), 1.0))
 B = tensor_digest(torch.full((2, 3), 2.0))
 
 
-def test_an_engine_samples_on_only_with_the_digests_it_was_to_load() -> None:
-    for resume_if, goes_on in (({"w": A}, True), ({"w": B}, False), (None, False)):
-        core = Core(idle=True, answers=[part(1.0), part(1.0)])
+def test_sampling_resumes_only_with_the_expected_digests() -> None:
+    for resume_if, resumes in (({"w": A}, True), ({"w": B}, False), (None, False)):
+        core = Core(idle=True, loaded=[part(1.0), part(1.0)])
         core.load(True, False, resume_if)
-        assert core.told == [("pause", "keep", False), ("load_weight_bucket", 7, True, False)]
+        assert core.calls == [("pause", "keep", False), ("load_weight_bucket", 7, True, False)]
         assert core.load(False, True, resume_if) == {"w": A}
-        assert core.told[2:4] == [("load_weight_bucket", 7, False, True), ("version", "7")]
-        assert core.told[4:] == ["resume"] * goes_on
+        assert core.calls[2:4] == [("load_weight_bucket", 7, False, True), ("version", "7")]
+        assert core.calls[4:] == ["resume"] * resumes
 
 
-def test_weights_are_not_touched_before_the_step_that_runs_has_ended() -> None:
-    core = Core(idle=False, answers=[part(1.0)])
-    loaded = core.load(True, True, {"w": A})
-    assert core.told == [("pause", "keep", False)]
-    assert not loaded.done()
-    assert core.stops is not None
-    core.stops.set_result(None)
-    assert loaded.result(timeout=0) == {"w": A}
-    assert core.told[-1] == "resume"
-    assert core.input_queue.qsize() == 1, "it looks for work before it waits for a request"
+def test_weights_do_not_change_before_the_running_step_has_ended() -> None:
+    core = Core(idle=False, loaded=[part(1.0)])
+    digests = core.load(True, True, {"w": A})
+    assert core.calls == [("pause", "keep", False)]
+    assert not digests.done()
+    assert core.paused is not None
+    core.paused.set_result(None)
+    assert digests.result(timeout=0) == {"w": A}
+    assert core.calls[-1] == "resume"
+    assert core.input_queue.qsize() == 1, "the engine core is woken to continue running requests"
 
 
-def test_workers_that_hold_other_weights_do_not_sample_on() -> None:
-    """Workers that hold the same part, and workers that hold one each."""
+def test_sampling_does_not_resume_if_workers_hold_other_weights() -> None:
+    """This holds for workers that hold the same part, and for workers that hold one part each."""
     wrong = [(part(1.0), part(2.0)), (part(1.0, 0, 1), part(2.0, 1, 1)), (part(1.0, 0, 1),)]
-    for answers in wrong:
-        core = Core(idle=True, answers=list(answers))
+    for loaded in wrong:
+        core = Core(idle=True, loaded=list(loaded))
         assert core.load(True, True, {"w": A})["w"] != A
-        assert core.told[-1] == ("version", "7"), "not resumed"
-    halves = Core(idle=True, answers=[part(1.0, 0, 1), part(1.0, 1, 1)])
+        assert core.calls[-1] == ("version", "7"), "not resumed"
+    halves = Core(idle=True, loaded=[part(1.0, 0, 1), part(1.0, 1, 1)])
     assert halves.load(True, True, {"w": A}) == {"w": A}
-    assert halves.told[-1] == "resume"
+    assert halves.calls[-1] == "resume"
 
 
-def test_what_goes_wrong_after_a_pause_is_the_answer() -> None:
-    core = Core(idle=False, answers=[])
+def test_an_error_after_a_pause_is_raised_to_the_caller() -> None:
+    core = Core(idle=False, loaded=[])
     core.collective_rpc = lambda *args: 1 / 0  # type: ignore[method-assign,assignment,return-value]
-    loaded = core.load(True, True, {"w": A})
-    assert core.stops is not None
-    core.stops.set_result(None)
+    digests = core.load(True, True, {"w": A})
+    assert core.paused is not None
+    core.paused.set_result(None)
     with pytest.raises(ZeroDivisionError):
-        loaded.result(timeout=0)
-    assert core.told == [("pause", "keep", False)], "neither numbered nor resumed"
+        digests.result(timeout=0)
+    assert core.calls == [("pause", "keep", False)], "neither a new version nor a resume"
 
 
-def asked(salt: str | None = None, **begun: int) -> Any:
-    """A request in vLLM's engine process, whose prompt is three blocks."""
+def salted_request(salt: str | None = None, **state: int) -> Any:
+    """Return a request in vLLM's engine core whose prompt has three blocks."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -212,42 +212,41 @@ def asked(salt: str | None = None, **begun: int) -> Any:
     init_none_hash(sha256)
     hasher, sampling = get_request_block_hasher(16, sha256), SamplingParams(max_tokens=1)
     request = Request("r", list(range(48)), sampling, None, cache_salt=salt, block_hasher=hasher)
-    vars(request).update(begun)
+    vars(request).update(state)
     return request
 
 
-def test_what_waits_through_an_update_shares_prefixes_with_what_the_new_weights_begin() -> None:
-    waits, runs, was_cut = (
-        asked("6"),
-        asked("6", num_computed_tokens=3),
-        asked("6", num_preemptions=1),
+def test_a_request_that_has_not_started_shares_prefixes_of_the_new_weights() -> None:
+    waiting, running, preempted = (
+        salted_request("6"),
+        salted_request("6", num_computed_tokens=3),
+        salted_request("6", num_preemptions=1),
     )
-    core = Core(idle=True, answers=[part(1.0)])
-    core.scheduler.requests = {"w": waits, "r": runs, "c": was_cut}
+    core = Core(idle=True, loaded=[part(1.0)])
+    core.scheduler.requests = {"w": waiting, "r": running, "p": preempted}
     core.load(True, True, {"w": A})
-    assert waits.block_hashes == asked("7").block_hashes
-    assert len(waits.block_hashes) == 3
-    assert runs.block_hashes == was_cut.block_hashes == asked("6").block_hashes
-    assert set(runs.block_hashes).isdisjoint(waits.block_hashes)
+    assert waiting.block_hashes == salted_request("7").block_hashes
+    assert len(waiting.block_hashes) == 3
+    earlier = salted_request("6").block_hashes
+    assert running.block_hashes == preempted.block_hashes == earlier
+    assert set(running.block_hashes).isdisjoint(waiting.block_hashes)
 
 
 def generator(seed: int) -> torch.Generator:
-    made = torch.Generator()
-    made.manual_seed(seed)
-    return made
+    return torch.Generator().manual_seed(seed)
 
 
-def test_seeded_requests_draw_the_same_tokens_as_one_by_one() -> None:
-    """Requests come, go and change places between steps, as in vLLM's batch."""
+def test_batched_draws_sample_the_same_tokens_as_single_draws() -> None:
+    """Requests arrive, end and change positions between steps, as in vLLM's batch."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     cpu_worker.draw_in_batches()
-    ours, one_by_one = TopKTopPSampler.forward_cpu, TopKTopPSampler.forward_cpu.__wrapped__
+    batched, one_by_one = TopKTopPSampler.forward_cpu, TopKTopPSampler.forward_cpu.__wrapped__
     sampler = SimpleNamespace(use_fp64_gumbel=False, logprobs_mode="processed_logprobs")
     logits = torch.randn(8, 50, generator=generator(0))
 
     sampled: list[list[tuple[int, ...]]] = []
-    for forward in (one_by_one, ours):
+    for forward in (one_by_one, batched):
         requests = {seed: generator(seed) for seed in range(8)}
         sampled.append([])
         for step in range(3 * cpu_worker.DRAWS):
@@ -263,27 +262,27 @@ def test_seeded_requests_draw_the_same_tokens_as_one_by_one() -> None:
     assert len(set(sampled[0])) > cpu_worker.DRAWS
 
 
-def test_draws_of_a_request_are_forgotten_with_its_generator() -> None:
+def test_draws_of_a_request_are_freed_with_its_generator() -> None:
     draws = cpu_worker.SeededDraws()
-    kept, gone = generator(1), generator(2)
-    draws.next({0: kept, 1: gone})
+    lasting, freed = generator(1), generator(2)
+    draws.next({0: lasting, 1: freed})
     assert len(draws._kept) == 2
-    del gone
+    del freed
     assert len(draws._kept) == 1
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_an_output_is_handed_over_whether_it_came_before_or_after(early: bool) -> None:
+def test_an_output_before_and_after_on_output_is_passed_on(early: bool) -> None:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
     collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "r")
-    output, came = ValueError("vLLM died"), []
+    output, received = ValueError("vLLM died"), []
     if early:
         collector.put(output)
-    client.on_output(collector, came.append)
+    client.on_output(collector, received.append)
     if not early:
-        assert came == []
+        assert received == []
         collector.put(output)
-    assert came == [output]
+    assert received == [output]
     assert collector.get_nowait() is None

@@ -1,1 +1,1 @@
-"""User code in processes and sandboxes: the only place that runs it."""
+"""Processes and sandboxes that isolate user code from the engine."""

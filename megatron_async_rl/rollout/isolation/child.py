@@ -1,4 +1,4 @@
-"""Processes that run user code: the server that forks them, and the loop of calls in each.
+"""Processes that run user code: the server that forks them, and the loop of calls in each process.
 
     supervisor --start, show, kill--> server --fork--> subreaper --fork--> process of user code
         ^  ^                            |                                     |
@@ -7,19 +7,19 @@
 
 Invariants:
 - a process loads the user's function before it reads the first call, so an import never counts
-  against the time limit of a call. With `preload` the server imports it once, and starting a
-  process takes milliseconds;
-- the server calls no user code after the import, so it always answers; it alone knows which
-  subreapers are alive, and reports how each ended;
-- a subreaper adopts everything that its process started, in any session or group, and ends only
-  after all of it;
-- a plain function is called in the main thread while no event loop runs, so it may run its own loop
-  and set signal handlers; what it returns may be awaitable, and the loop runs on between calls;
-- limits on memory apply from the first call on;
-- replies are JSON: the supervisor unpickles nothing that user code wrote. What user code prints
-  goes where the engine's output goes, and so does its stack on SIGUSR1, even while it holds the
-  interpreter lock;
-- everything ends with the engine, and with the sockets.
+  against the time limit of a call. With `preload` the server imports the function once, and the
+  start of a process takes milliseconds;
+- after the import the server calls no user code, so it always responds. It holds the pidfd of every
+  living subreaper, and reports how each subreaper ended;
+- a subreaper adopts all descendants of its process, in any session or process group, and ends only
+  after all of them;
+- a plain function is called in the main thread while no event loop is running, so it may run its
+  own loop and set signal handlers. It may return an awaitable, which the loop runs while the
+  process waits for further calls;
+- the memory limit applies from the first call on;
+- replies are JSON: the supervisor unpickles no data from user code. Output of user code goes to the
+  engine's output, and so does its stack on SIGUSR1, even while it holds the interpreter lock;
+- all processes end with the engine; a process also ends when its socket closes.
 """
 
 from __future__ import annotations
@@ -45,49 +45,51 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from megatron_async_rl.rollout.isolation.sandboxed import ends_within, keep
+from megatron_async_rl.rollout.isolation.sandboxed import ends_within, fork_under_subreaper
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
 
 LENGTH = struct.Struct("!I")
-"""Prefix of a call or reply: its length in bytes."""
-LONGEST_ORDER = 2**16
-"""Maximum bytes of a message to or from the server, which one datagram holds."""
-LONGEST_ERROR = 4000
-"""Maximum characters of an exception's text."""
-KILL_S = 5.0
-"""Time limit for a subreaper to end its descendants, after which it is killed."""
+"""Format of the prefix of a call or reply, which is its length in bytes."""
+MAX_MESSAGE_BYTES = 2**16
+"""Maximum size of a command to the server or of a report from it; each is one datagram."""
+MAX_ERROR_CHARACTERS = 4000
+"""Maximum length of an exception's text."""
+KILL_TIMEOUT_S = 5.0
+"""Time limit for a subreaper to end its descendants; afterwards the server kills it."""
 
 MAIN = (
     "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings.pop('path');"
-    f" from {__name__} import serve_orders; serve_orders(**settings)"
+    f" from {__name__} import serve_commands; serve_commands(**settings)"
 )
-"""Program of the server. `path`: the engine's module path, so that both find the same modules."""
+"""Program of the server. `path`: module path of the engine, so that server and engine import the
+same modules."""
 
 
 @dataclass(frozen=True)
 class LoadedCode:
-    """User code that is ready to be called. `function` takes the payload of a call and returns
-    what JSON can hold, or an awaitable of it. `facts`: properties for the supervisor's owner."""
+    """User code that is ready for calls. `function`: takes the payload of a call, and returns a
+    JSON value or an awaitable of one. `facts`: properties for the owner of the supervisor."""
 
     function: Callable[[Any], Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def framed(payload: bytes) -> bytes:
+    """Return a call or reply with its prefix."""
     return LENGTH.pack(len(payload)) + payload
 
 
 def described(error: BaseException) -> str:
-    """Return the type and text of an exception, shortened, and with what UTF-8 cannot encode
-    escaped."""
+    """Return the type and text of an exception. A text of more than MAX_ERROR_CHARACTERS is cut,
+    and characters that UTF-8 cannot encode are escaped."""
     text = str(error)
-    if len(text) > LONGEST_ERROR:
-        text = f"{text[:LONGEST_ERROR]}... ({len(text)} characters)"
+    if len(text) > MAX_ERROR_CHARACTERS:
+        text = f"{text[:MAX_ERROR_CHARACTERS]}... ({len(text)} characters)"
     text = text.encode(errors="backslashreplace").decode()
     return type(error).__name__ + (f": {text}" if text else "")
 
 
-def serve_orders(
+def serve_commands(
     loader: str,
     arguments: Mapping[str, Any],
     preload: bool,
@@ -95,9 +97,11 @@ def serve_orders(
     descriptor: int,
 ) -> None:
     """Run the server. `loader`: `module:function` of this package that takes `arguments` and
-    returns LoadedCode. `descriptor`: descriptor of a SOCK_SEQPACKET socket."""
+    returns LoadedCode. `preload`: load it in the server instead of in each process. `memory_mib`:
+    maximum address space of a process. `descriptor`: descriptor of a SOCK_SEQPACKET socket."""
     die_with_parent()
-    os.set_inheritable(descriptor, False)  # nothing that user code starts may hold it open
+    # A process that user code starts must not hold the socket open.
+    os.set_inheritable(descriptor, False)
     module, _, name = loader.partition(":")
     with socket.socket(fileno=descriptor) as control:
         try:
@@ -115,61 +119,68 @@ def serve_orders(
 
 
 def _report(control: socket.socket, message: Mapping[str, Any]) -> None:
-    # The supervisor has closed its side; reset: with reports that it had not read.
+    # The supervisor has closed its end of the socket; ConnectionResetError: with unread reports.
     with suppress(BrokenPipeError, ConnectionResetError):
         control.send(json.dumps(message).encode())
 
 
 class _ForkingServer:
+    """Server that forks processes of user code, and follows the commands of one supervisor."""
+
     def __init__(
         self, control: socket.socket, load: Callable[[], LoadedCode], memory_mib: int | None
     ) -> None:
         self._control, self._load, self._memory_mib = control, load, memory_mib
         self._subreapers: dict[int, int] = {}
-        """Number of a process -> pidfd of its subreaper. Unlike a pid, a pidfd never refers to
-        another process."""
+        """Number of a process -> pidfd of its subreaper. Unlike a pid, a pidfd never refers to a
+        later process."""
         self._deadlines: dict[int, float] = {}
-        """Number of a process -> time at which its subreaper is killed unless it has ended."""
+        """Number of a process that must end -> monotonic time at which its subreaper is killed."""
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
 
     def run(self) -> None:
-        """Follow orders until the supervisor closes its socket, then kill every process."""
+        """Follow commands until the supervisor closes its socket, then kill every process."""
         try:
             while True:
                 ready = {one for one, _ in self._poll.poll(500 if self._deadlines else None)}
                 self._report_ended(ready)
-                if self._control.fileno() in ready and not self._follow_order():
+                if self._control.fileno() in ready and not self._follow_command():
                     return
-                self._kill_late()
+                self._kill_overdue()
         finally:
+            # SIGTERM first, so that each subreaper can end its descendants.
             for number in self._subreapers:
                 self._signal(number, signal.SIGTERM)
             for number, subreaper in self._subreapers.items():
-                if not ends_within(subreaper, KILL_S):
+                if not ends_within(subreaper, KILL_TIMEOUT_S):
                     self._signal(number, signal.SIGKILL)
 
-    def _follow_order(self) -> bool:
+    def _follow_command(self) -> bool:
+        """Read and follow one command. Return False once the supervisor has closed its socket."""
         try:
-            message, descriptors, _, _ = socket.recv_fds(self._control, LONGEST_ORDER, 1)
-        except ConnectionResetError:  # it closed its side with reports that it had not read
+            message, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
+        except ConnectionResetError:  # the supervisor closed its socket with unread reports
             return False
         if not message:
             return False
-        order, number = json.loads(message)
-        if order == "start" and not descriptors:
-            # The kernel drops what it cannot pass where the limit of open files is reached.
+        command, number = json.loads(message)
+        if command == "start" and not descriptors:
+            # The kernel drops a descriptor that would exceed this process's limit of open files.
             _report(self._control, {"ended": number, "how": "could not be started: no socket"})
-        elif order == "start":
+        elif command == "start":
             self._start(number, descriptors[0])
-        elif number in self._subreapers:  # otherwise it has ended meanwhile
-            self._signal(number, signal.SIGUSR1 if order == "show" else signal.SIGTERM)
-            if order == "kill":
-                self._deadlines.setdefault(number, time.monotonic() + KILL_S)
+        # A process that has already ended has no entry.
+        elif number in self._subreapers:
+            self._signal(number, signal.SIGUSR1 if command == "show" else signal.SIGTERM)
+            if command == "kill":
+                self._deadlines.setdefault(number, time.monotonic() + KILL_TIMEOUT_S)
         return True
 
     def _start(self, number: int, descriptor: int) -> None:
-        sys.stdout.flush()  # a fork would write what is buffered a second time
+        """Fork a process. `descriptor`: socket for its calls and replies."""
+        # The fork copies the buffer; unflushed output would be written twice.
+        sys.stdout.flush()
         pid = None
         try:
             pid = os.fork()
@@ -177,14 +188,14 @@ class _ForkingServer:
                 self._become_process(descriptor)
             subreaper = os.pidfd_open(pid)
         except OSError as error:
-            # Without a descriptor for it, the end of the process could not be seen.
+            # Without a pidfd, this server would not learn that the process ended.
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
             _report(self._control, {"ended": number, "how": f"could not be started: {error}"})
             return
         finally:
-            # The process alone holds the socket, so its end is visible at the other side.
+            # Only the process may hold the socket, so that the supervisor sees it close.
             os.close(descriptor)
         self._subreapers[number] = subreaper
         self._poll.register(subreaper, select.POLLIN)
@@ -202,7 +213,8 @@ class _ForkingServer:
                 how = f"was ended by {signal.Signals(ended.si_status).name}"
             _report(self._control, {"ended": number, "how": how})
 
-    def _kill_late(self) -> None:
+    def _kill_overdue(self) -> None:
+        """Kill the subreapers whose deadline has passed."""
         for number, deadline in list(self._deadlines.items()):
             if time.monotonic() >= deadline:
                 self._signal(number, signal.SIGKILL)
@@ -213,16 +225,17 @@ class _ForkingServer:
             signal.pidfd_send_signal(self._subreapers[number], what)
 
     def _become_process(self, descriptor: int) -> NoReturn:
+        """Turn this fork of the server into a subreaper and its process of user code."""
         code = 1
         try:
-            os.environ[PARENT] = str(keep((signal.SIGUSR1,)))
+            os.environ[PARENT] = str(fork_under_subreaper((signal.SIGUSR1,)))
             os.setsid()
             self._control.close()
             for subreaper in self._subreapers.values():
                 os.close(subreaper)
             faulthandler.register(signal.SIGUSR1, all_threads=False)
-            # A descriptor that was received is inheritable: a command of user code could write
-            # into the socket, or hold it open.
+            # A received descriptor is inheritable: a program that user code starts could write to
+            # the socket, or hold it open.
             os.set_inheritable(descriptor, False)
             with socket.socket(fileno=descriptor) as connection:
                 self._serve(connection)
@@ -233,15 +246,17 @@ class _ForkingServer:
             with suppress(BaseException):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            # No exit handlers: they belong to the server, and user code may block them.
+            # Skip exit handlers: the server's must not run here, and user code's may block.
             os._exit(code)
 
     def _serve(self, connection: socket.socket) -> None:
+        """Load the user's function, limit the memory, report `ready`, and serve calls."""
         try:
             loaded = self._load()
         except BaseException as error:
             connection.sendall(_encoded({"failed": described(error)}))
             raise
+        # After the load, so that an import does not count against the limit.
         if self._memory_mib is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
             maximum = self._memory_mib * 2**20
@@ -252,24 +267,27 @@ class _ForkingServer:
 
 
 class _CallLoop:
-    """The calls of one process. Several awaitables may be pending at a time."""
+    """Loop that reads and runs the calls of one process. Several awaitables may be pending at a
+    time."""
 
     def __init__(self, connection: socket.socket, function: Callable[[Any], Any]) -> None:
         self._connection, self._function = connection, function
-        self._own = os.getpid()
+        self._pid = os.getpid()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        """Number of a call -> its pending awaitable. A cancelled call has no entry."""
 
     def run(self) -> None:
-        """Return once the supervisor has closed the socket."""
-        runner = asyncio.Runner()  # not closed: a task that ignores its end would hold it up
-        self._reader, self._writer = runner.run(_opened(self._connection))
+        """Serve calls until the supervisor closes the socket."""
+        # Never closed: `close` would wait for a task that ignores its cancellation.
+        runner = asyncio.Runner()
+        self._reader, self._writer = runner.run(_streams(self._connection))
         while (received := runner.run(self._read())) is not None:
             number, *payload = pickle.loads(received)
             if not payload:
                 self._cancel(number)
                 continue
             try:
-                # Outside of the loop: a plain function may run a loop of its own.
+                # Outside of the event loop, because a plain function may run a loop of its own.
                 result = self._function(*payload)
             except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
                 self._send({"call": number, "error": described(error)})
@@ -291,7 +309,8 @@ class _CallLoop:
         try:
             settled = await result
         except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
-            if number in self._tasks:  # otherwise it was cancelled, and its reply was sent then
+            # A cancelled call has already had its reply.
+            if number in self._tasks:
                 self._send({"call": number, "error": described(error)})
         else:
             if number in self._tasks:
@@ -299,7 +318,7 @@ class _CallLoop:
         self._tasks.pop(number, None)
 
     def _cancel(self, number: int) -> None:
-        # The call may take its time to end, or refuse to: nothing waits for it.
+        # Reply at once: user code may delay or ignore the cancellation.
         if (task := self._tasks.pop(number, None)) is not None:
             task.cancel()
             self._send({"call": number, "cancelled": True})
@@ -307,7 +326,7 @@ class _CallLoop:
     def _send_result(self, number: int, result: Any) -> None:
         try:
             reply = _encoded({"call": number, "result": result})
-        except Exception as error:  # noqa: BLE001 - a value of user code
+        except Exception as error:  # noqa: BLE001 - user code returned a value that is not JSON
             reply = _encoded({"call": number, "error": described(error)})
         self._write(reply)
 
@@ -315,8 +334,9 @@ class _CallLoop:
         self._write(_encoded(message))
 
     def _write(self, reply: bytes) -> None:
-        if os.getpid() != self._own:
-            os._exit(0)  # user code forked and let the child return: the parent replies
+        # User code forked, and its child returned here, too. Only the parent replies.
+        if os.getpid() != self._pid:
+            os._exit(0)
         self._writer.write(reply)
 
 
@@ -324,7 +344,7 @@ def _encoded(message: Mapping[str, Any]) -> bytes:
     return framed(json.dumps(message).encode())
 
 
-async def _opened(
+async def _streams(
     connection: socket.socket,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection(sock=connection)

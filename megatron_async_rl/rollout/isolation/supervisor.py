@@ -1,18 +1,19 @@
-"""Supervisor of the processes that run one user function, as an event loop sees them.
+"""Supervisor of the processes that run one user function, for an event loop.
 
     owner -> Supervisor.process() -> UserProcess.call(payload) -> result, or UserCodeError
 
-Rewards, environments and agents are its owners; child.py is the other side.
+Owners are the pools of rewards and of environments, agents included; child.py runs in the
+processes.
 
 Invariants:
-- the event loop never waits for a process: to start, to answer or to end;
-- every call ends at most a few seconds after its time limit, whatever user code does. A process
-  with a plain function that does not answer is killed, because code that holds the interpreter lock
-  cannot be stopped; with several calls the late call is cancelled first, and the process is killed
-  if it does not confirm;
-- CPU limits are compared with CPU time, so a busy machine makes no correct answer wrong. A reply
-  that arrived in time counts, however late the event loop reads it;
-- a process ends with everything that it started, and all processes end with the supervisor.
+- the event loop never blocks until a process starts, replies or ends;
+- every call ends at most a few seconds after its time limit, even if user code blocks. A process
+  whose plain function exceeds the limit is killed, because code that holds the interpreter lock
+  cannot be interrupted. A late awaitable is cancelled first, and its process is killed if it does
+  not confirm;
+- a CPU limit applies to CPU time, so a busy machine cannot turn a correct answer into a wrong one.
+  A reply that arrived in time counts, even if the event loop reads it later;
+- a process ends with all its descendants, and all processes end with the supervisor.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ from typing import Any, cast
 
 import psutil
 
-from megatron_async_rl.rollout.isolation.child import LENGTH, LONGEST_ORDER, MAIN, framed
+from megatron_async_rl.rollout.isolation.child import LENGTH, MAIN, MAX_MESSAGE_BYTES, framed
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.processes import PARENT
 
 START_S = 300.0
 """Time limit for the import of user code."""
 CANCEL_S = 5.0
-"""Time limit for a process to confirm a cancelled call; afterwards its loop counts as stuck."""
+"""Time limit for a process to confirm the cancellation of a call; afterwards it is killed."""
 READ_S = 0.1
-"""Time for the event loop to read replies that arrived while it was busy."""
+"""Time for which the event loop may read replies that arrived while it was busy."""
 SHOW_S = 0.2
-"""Time for a process to write its stack before it is killed."""
+"""Time for which a process may write its stack before it is killed."""
 EXIT_S = 1.0
-"""Time for the server to kill its processes, and for a process to end after its socket did, or the
-socket after its process."""
+"""Time limit for the server to kill its processes, for a process to end after its socket closed,
+and for the socket to close after its process ended."""
 
 
 class UserCodeError(Exception):
-    """A call without a result: user code raised, or a subclass applies. The text is the reason."""
+    """A call has no result. The text is the reason, such as an exception of user code."""
 
     shared = False
-    """True if other calls were pending in the process, and one of those may be at fault."""
+    """True if other calls were pending in the process, so that one of them may be the cause."""
 
 
 class OutOfTime(UserCodeError):
@@ -62,7 +63,7 @@ class OutOfTime(UserCodeError):
 
 
 class OutOfProcessorTime(UserCodeError):
-    """The process used up the call's limit on CPU time."""
+    """The process reached the CPU time limit of the call."""
 
 
 class UserProcessEnded(UserCodeError):
@@ -75,9 +76,10 @@ class UserCodeStartError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class UserCode:
-    """The user code of a supervisor. `loader`: `module:function` of this package, called with
-    `arguments` (JSON) in the process; it returns child.LoadedCode. `preload`: import it once, in
-    the server that forks the processes. `environment`: additional environment variables."""
+    """User code of a supervisor. `loader`: `module:function` of this package that takes `arguments`
+    (JSON) and returns child.LoadedCode. `preload`: load the code once, in the server that forks the
+    processes, instead of in each process. `memory_mib`: maximum address space of a process.
+    `environment`: additional environment variables."""
 
     loader: str
     arguments: Mapping[str, Any]
@@ -87,20 +89,24 @@ class UserCode:
 
 
 class _PendingCall:
+    """A call without a reply yet. `activity`: reported to the watchdog until the call ends."""
+
     def __init__(self, activity: watch.doing) -> None:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.activity = activity
         self.timer: asyncio.TimerHandle | None = None
         self.deadline = 0.0
+        """Time limit, on the clock of the event loop."""
         self.cpu_until_s: float | None = None
-        self.over = self.cancelled = False
+        """CPU time of the process at which the call exceeds its limit; None: no limit."""
+        self.timer_fired = self.cancelled = False
 
 
 class UserProcess(asyncio.Protocol):
     """One process and its calls.
 
-    `on_ready` is called once it accepts calls; `on_end`, with the way it ended, once it and all its
-    descendants are gone.
+    `on_ready`: called once the process accepts calls. `on_end`: called once the process and all its
+    descendants have ended, with the reason.
     """
 
     def __init__(
@@ -113,7 +119,7 @@ class UserProcess(asyncio.Protocol):
         self.number = number
         self.calls: dict[int, _PendingCall] = {}
         self.facts: Mapping[str, Any] = {}
-        """Properties that the loader reported."""
+        """Properties that the process reported: LoadedCode.facts and its `pid`."""
         self.ready = self.killed = False
         self._supervisor, self._on_ready, self._on_end = supervisor, on_ready, on_end
         self._loop = asyncio.get_running_loop()
@@ -121,7 +127,7 @@ class UserProcess(asyncio.Protocol):
         self._numbers = itertools.count(1)
         self._transport: asyncio.WriteTransport | None = None
         self._open = True
-        """False once the process's end of its socket has been read, or the process was killed."""
+        """False once the socket was read to its end, or the process was killed."""
         self._timer: asyncio.TimerHandle | None = None
         self._failure: str | None = None
         self._how: str | None = None
@@ -129,7 +135,7 @@ class UserProcess(asyncio.Protocol):
 
     @property
     def pid(self) -> int:
-        """Process id, once the process is ready."""
+        """Process id. Available once the process is ready."""
         return int(self.facts["pid"])
 
     def call(
@@ -140,8 +146,9 @@ class UserProcess(asyncio.Protocol):
         timeout_s: float,
         cpu_limit_s: float | None = None,
     ) -> asyncio.Future[Any]:
-        """Start a call and return its future result, which may raise UserCodeError. `activity`:
-        reported to the watchdog until the call ends."""
+        """Start a call and return the future of its result, which may raise UserCodeError.
+        `activity`: reported to the watchdog until the call ends. `cpu_limit_s`: limit on the CPU
+        time of the process during the call."""
         assert self._transport is not None
         number = next(self._numbers)
         content = framed(pickle.dumps((number, payload), pickle.HIGHEST_PROTOCOL))
@@ -150,32 +157,33 @@ class UserProcess(asyncio.Protocol):
         call.deadline = self._loop.time() + timeout_s
         if cpu_limit_s is not None:
             call.cpu_until_s = self._cpu_s() + cpu_limit_s
+            # A single thread cannot reach the CPU limit earlier than this.
             timeout_s = min(timeout_s, cpu_limit_s)
         self._set_timer(number, timeout_s)
         self._transport.write(content)
         return call.result
 
     def kill(self, *, show: bool = False) -> None:
-        """End the process. `show`: it first writes its stack into the engine's log."""
+        """Kill the process. `show`: let it first write its stack into the engine's log."""
         if self.killed and show:
             return
         self.killed = True
         self._clear_timers()
         if show:
-            self._supervisor.order("show", self.number)
+            self._supervisor.send_command("show", self.number)
             self._timer = self._loop.call_later(SHOW_S, self.kill)
             return
-        self._supervisor.order("kill", self.number)
+        self._supervisor.send_command("kill", self.number)
         self._close_socket()
         self._finish()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # No `isinstance`: the transports of uvloop, which Ray uses, are not asyncio's classes.
+        # A cast, not `isinstance`: Ray uses uvloop, whose transports are not asyncio's classes.
         self._transport = cast(asyncio.WriteTransport, transport)
         if not self._open:
             self._transport.abort()
             return
-        # From now, not from the start: while vLLM starts the loop may not run for minutes.
+        # The limit counts from now: the loop may have been blocked for minutes by vLLM's start.
         self._timer = self._loop.call_later(START_S, self._did_not_start)
 
     def data_received(self, data: bytes) -> None:
@@ -186,7 +194,7 @@ class UserProcess(asyncio.Protocol):
                 return
             message = json.loads(self._received[LENGTH.size : end])
             del self._received[:end]
-            # A reply from before the process was killed comes too late.
+            # After a kill, the calls fail even if a reply arrives.
             if not self.killed:
                 self._on_message(message)
 
@@ -194,26 +202,28 @@ class UserProcess(asyncio.Protocol):
         self._open = False
         self._finish()
         if not self.killed:
-            # No other call goes to it. Usually it is about to end, which is the better reason; a
-            # process with a closed socket that continues is killed.
+            # The process receives no other call. Usually it is about to end, and how it ended is
+            # the best reason to report; if it does not end in time, it is killed.
             self.killed = True
             self._clear_timers()
             self._timer = self._loop.call_later(EXIT_S, self.kill)
 
     def ended(self, how: str, failure: str | None = None) -> None:
-        """Record that the process ended. Its last replies may still be unread: they precede the end
-        of its socket."""
+        """Record that the process ended. `how`: the way it ended. `failure`: reason of a failed
+        start. Replies before the end of its socket may still be unread."""
         self._how, self._failure = how, self._failure or failure
         self._finish()
         if not self._finished:
-            # What it started, and nothing ended, may hold the other end of its socket forever.
+            # A descendant that the subreaper could not end may hold the socket open forever.
             self._loop.call_later(EXIT_S, self._abandon_soon, how)
 
     def _abandon_soon(self, how: str) -> None:
-        # A loop that was busy until now reads first what the process sent.
+        # The loop may have been busy until now: let it read the last replies first.
         self._loop.call_later(READ_S, self.abandon, how)
 
     def _finish(self) -> None:
+        """Fail pending calls and call `on_end`, once the process has ended and its socket is
+        closed."""
         if self._how is None or self._open or self._finished:
             return
         self._finished = self.killed = True
@@ -222,7 +232,7 @@ class UserProcess(asyncio.Protocol):
         self._on_end(self, self._failure or f"it {self._how}")
 
     def abandon(self, how: str, failure: str | None = None) -> None:
-        """Give up a process whose server has ended."""
+        """Close the socket of a process that has ended, or whose server has ended."""
         self._close_socket()
         self.ended(how, failure)
 
@@ -240,7 +250,8 @@ class UserProcess(asyncio.Protocol):
                 _fail(call.result, UserCodeError(message["error"]))
             elif "cancelled" in message:
                 _fail(call.result, OutOfTime("no reply in time"))
-            elif not call.result.done():  # otherwise the waiting task was cancelled
+            # The waiting task may have been cancelled, which resolves the future first.
+            elif not call.result.done():
                 call.result.set_result(message["result"])
 
     def _did_not_start(self) -> None:
@@ -248,22 +259,24 @@ class UserProcess(asyncio.Protocol):
         self.kill()
 
     def _out_of_time(self, number: int) -> None:
+        """Handle the timer of a call: wait again, cancel the call, or kill the process."""
         call = self.calls[number]
-        if not call.over:
-            # The loop may have been busy until now, and the reply be there: uvloop runs timers
-            # before it reads.
-            call.over = True
+        if not call.timer_fired:
+            # If the loop was busy until now, the reply may be waiting: uvloop runs timers before it
+            # reads. Read first, and decide at the next timer.
+            call.timer_fired = True
             self._set_timer(number, READ_S)
             return
 
-        left_s = call.deadline - self._loop.time()
-        cpu_left_s = 0.0 if call.cpu_until_s is None else call.cpu_until_s - self._cpu_s()
-        if left_s > 0 and cpu_left_s > 0:
-            call.over = False
-            self._set_timer(number, min(left_s, cpu_left_s))
-        elif call.cpu_until_s is not None and cpu_left_s <= 0:
-            # Also where both limits were reached while the loop was busy: it computed too long.
-            self._fail_all(OutOfProcessorTime("the limit on processor time was reached"))
+        remaining_s = call.deadline - self._loop.time()
+        cpu_remaining_s = 0.0 if call.cpu_until_s is None else call.cpu_until_s - self._cpu_s()
+        if remaining_s > 0 and cpu_remaining_s > 0:
+            call.timer_fired = False
+            self._set_timer(number, min(remaining_s, cpu_remaining_s))
+        elif call.cpu_until_s is not None and cpu_remaining_s <= 0:
+            # The CPU limit has priority: both may have passed while the loop was busy, and the
+            # response is then a wrong answer, not an error.
+            self._fail_all(OutOfProcessorTime("the limit on CPU time was reached"))
             self.kill()
         elif self.facts.get("concurrent") and not call.cancelled:
             assert self._transport is not None
@@ -275,7 +288,7 @@ class UserProcess(asyncio.Protocol):
             self.kill(show=True)
 
     def _cpu_s(self) -> float:
-        """Return the processor time of the process so far; infinite once it is gone."""
+        """Return the CPU time of the process so far, in seconds; infinite if it has ended."""
         try:
             times = psutil.Process(self.pid).cpu_times()
         except psutil.Error:
@@ -283,6 +296,7 @@ class UserProcess(asyncio.Protocol):
         return float(times.user + times.system)
 
     def _done(self, number: int) -> _PendingCall:
+        """Remove a call and end its activity. The caller resolves its future."""
         call = self.calls.pop(number)
         if call.timer is not None:
             call.timer.cancel()
@@ -306,14 +320,15 @@ class UserProcess(asyncio.Protocol):
                 timer.cancel()
 
     def _close_socket(self) -> None:
-        """Close this side: a daemon of user code may hold the other one open forever."""
+        """Close this end of the socket: a daemon of user code may hold the other end open
+        forever."""
         self._open = False
         if self._transport is not None:
             self._transport.abort()
 
 
 class Supervisor:
-    """Server of one user function, and the processes that it forked; for one event loop."""
+    """Server of one user function and the processes that it forked, for one event loop."""
 
     def __init__(self, code: UserCode) -> None:
         self._code = code
@@ -322,8 +337,9 @@ class Supervisor:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._imported: asyncio.Future[None] | None = None
-        self._orders: deque[tuple[bytes, socket.socket | None]] = deque()
-        """Orders that the server has not read yet, each with the socket to pass on."""
+        self._commands: deque[tuple[bytes, socket.socket | None]] = deque()
+        """Commands that wait until the server's socket accepts them, each with the socket that it
+        passes on."""
         self._connecting: set[asyncio.Task[Any]] = set()
 
     def start(self) -> None:
@@ -344,7 +360,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[remote.fileno()],
                 env={**os.environ, **self._code.environment, PARENT: str(os.getpid())},
-                start_new_session=True,  # Ctrl-C is for the launcher to answer
+                start_new_session=True,  # the launcher alone handles Ctrl-C
             )
         except OSError:
             local.close()
@@ -379,17 +395,19 @@ class Supervisor:
         local, remote = socket.socketpair()
         process = UserProcess(self, next(self._numbers), on_ready, on_end)
         self._processes[process.number] = process
-        self.order("start", process.number, remote)
+        self.send_command("start", process.number, remote)
         connecting = self._loop.create_connection(lambda: process, sock=local)
         task = self._loop.create_task(connecting)
+        # The event loop holds tasks weakly: without this reference, it might be garbage-collected.
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
         return process
 
-    def order(self, order: str, number: int, sent: socket.socket | None = None) -> None:
-        """Send an order to the server. `sent`: socket that is passed on and closed here."""
-        self._orders.append((json.dumps([order, number]).encode(), sent))
-        self._send_orders()
+    def send_command(self, command: str, number: int, passed: socket.socket | None = None) -> None:
+        """Send a command about process `number` to the server. `passed`: socket to pass on, which
+        is then closed here."""
+        self._commands.append((json.dumps([command, number]).encode(), passed))
+        self._send_commands()
 
     def close(self) -> None:
         """End all processes and the server."""
@@ -397,41 +415,43 @@ class Supervisor:
         if self._server is not None:
             try:
                 self._server.wait(EXIT_S)
-            except subprocess.TimeoutExpired:  # it is still importing
+            except subprocess.TimeoutExpired:  # the server is still importing
                 self._server.kill()
                 self._server.wait()
 
-    def _send_orders(self) -> None:
-        """Send the orders that the server's socket accepts now; the rest follows once it is
-        writable."""
-        while self._orders and self._control is not None:
-            payload, sent = self._orders[0]
+    def _send_commands(self) -> None:
+        """Send the commands that the server's socket accepts now. The event loop sends the rest
+        once the socket is writable."""
+        while self._commands and self._control is not None:
+            payload, passed = self._commands[0]
+            descriptors = [] if passed is None else [passed.fileno()]
             try:
-                socket.send_fds(self._control, [payload], [] if sent is None else [sent.fileno()])
+                socket.send_fds(self._control, [payload], descriptors)
             except BlockingIOError:
-                self._loop.add_writer(self._control, self._send_orders)
+                self._loop.add_writer(self._control, self._send_commands)
                 return
-            except OSError:  # the server is gone, and its processes with it
+            except OSError:  # the server has ended, and its processes with it
                 break
-            self._orders.popleft()
-            if sent is not None:
-                sent.close()
+            self._commands.popleft()
+            if passed is not None:
+                passed.close()
         if self._control is not None:
             self._loop.remove_writer(self._control)
-        self._drop_orders()
+        self._drop_commands()
 
-    def _drop_orders(self) -> None:
-        """Forget orders that no server will read. Their processes find their sockets closed."""
-        for _, sent in self._orders:
-            if sent is not None:
-                sent.close()
-        self._orders.clear()
+    def _drop_commands(self) -> None:
+        """Drop commands that no server will read. A process that such a command would have started
+        sees its socket close."""
+        for _, passed in self._commands:
+            if passed is not None:
+                passed.close()
+        self._commands.clear()
 
     def _read_report(self) -> None:
         assert self._control is not None
         assert self._imported is not None
         try:
-            message = self._control.recv(LONGEST_ORDER)
+            message = self._control.recv(MAX_MESSAGE_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -450,15 +470,17 @@ class Supervisor:
                 process.ended(report["how"])
 
     def _lose_server(self) -> None:
-        """Give up the processes of a server that has ended; the next one starts a new server."""
+        """Abandon the processes of a server that has ended. The next process starts a new
+        server."""
         self._abandon("was ended with its server")
 
     def _abandon(self, how: str) -> None:
-        self._drop_orders()
+        """Disconnect from the server, which then kills its processes. `how`: the way they ended."""
+        self._drop_commands()
         if self._control is not None:
             self._loop.remove_reader(self._control)
             self._loop.remove_writer(self._control)
-            self._control.close()  # the server then kills its processes
+            self._control.close()
             self._control = None
         failure = None
         if self._imported is not None:
@@ -473,4 +495,5 @@ class Supervisor:
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # read: nothing may wait for it any more
+        # Mark the exception as retrieved: without a waiting task, asyncio would log it.
+        future.exception()

@@ -1,11 +1,11 @@
-"""vLLM: all code that runs inside its processes or uses its names. No other folder imports vLLM.
+"""Code that runs inside vLLM's processes or uses vLLM's names. No other folder imports vLLM.
 
     engine's actor                     engine core         worker
     client.py, engine_arguments.py     engine_core.py      receive.py, reload.py, cpu_worker.py
 
-vLLM calls `plugin.register` in each of its processes. Functions import classes of vLLM where they
-use them; PRIVATE_NAMES also lists private attributes and methods. A test looks up both in the
-installed vLLM, so that a version without one of the names is found before an engine starts.
+vLLM calls `plugin.register` in each of its processes. The code uses names that vLLM exports, which
+it imports, and private attributes and methods, which PRIVATE_NAMES lists. A test looks up both in
+the installed vLLM, so that a version that lacks one of the names fails before an engine starts.
 """
 
 PRIVATE_NAMES = {
@@ -75,4 +75,4 @@ PRIVATE_NAMES = {
         "vllm.parser.engine.parser_engine.ParserEngine.parser_engine_config",
     ),
 }
-"""File of this folder -> names in vLLM that it uses, including attributes of instances."""
+"""File of this folder -> private names of vLLM that it uses, including attributes of instances."""

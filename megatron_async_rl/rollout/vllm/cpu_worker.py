@@ -1,18 +1,19 @@
-"""Additions to vLLM's CPU workers: missing parts for several workers, faster sampling with seeds,
-and a record of the selected experts.
+"""Additions to vLLM's CPU workers: parts that vLLM lacks for engines of several CPU workers, faster
+sampling with seeds, and a record of the selected experts.
 
-Recording: vLLM records experts in its newer model runner, which runs on GPUs. `record_on_cpu` gives
-the runner of CPUs the same recorder.
+vLLM itself records experts only in the model runner of GPUs. `record_on_cpu` adds vLLM's recorder
+to the model runner of CPUs:
 
     scheduler -> execute_model -> sample_tokens -> scheduler -> CompletionOutput.routed_experts
                  a step begins    rows of the step's requests
 
 Invariants:
-- vLLM records the experts, keeps them with the prefix cache and returns them: a token of a cached
+- vLLM records the experts, stores them with the prefix cache and returns them: a token of a cached
   prefix has the experts that were selected when its keys and values were computed;
-- `config/engine_options.py` makes the checks that vLLM would make of a configuration that records:
-  a mixture, with prefix cache, without pipeline and speculation;
-- a request's draws depend only on its seed, not on the other requests of its batch.
+- `config/engine_options.py` replaces vLLM's own checks of a configuration that records: the model
+  is a mixture of experts, the prefix cache is on, and the engine has neither pipeline stages nor
+  speculative decoding;
+- the draws of a request depend only on its seed, not on the other requests of its batch.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ import numpy as np
 import torch
 
 DRAWS = 32
-"""Numbers drawn from a generator at a time: one costs as much as thirty."""
+"""Number of random numbers that one draw takes from a generator. A draw of one number takes as long
+as a draw of thirty."""
 
 
 def complete_cpu_worker(worker: Any) -> None:
-    """Complete one of several CPU workers: `compute_own_experts`, and memory for the output of the
-    pipeline stage before it. vLLM allocates that memory in a warm-up, which it skips if nothing is
-    compiled."""
+    """Complete a CPU worker of an engine that has several: call `compute_own_experts`, and allocate
+    memory for the output of the previous pipeline stage. vLLM allocates that memory in a warm-up,
+    which it skips if nothing is compiled."""
     from vllm.distributed import get_pp_group
 
     compute_own_experts()
@@ -45,8 +47,8 @@ def complete_cpu_worker(worker: Any) -> None:
 
 
 def compute_own_experts() -> None:
-    """Make a worker compute only the experts that it has. vLLM's CPU kernel uses an expert's number
-    as its position in the worker's weights. Idempotent."""
+    """Make each worker compute only the experts whose weights it has. vLLM's CPU kernel itself
+    takes an expert's global number as its position in the worker's weights. Idempotent."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply_all = CPUUnquantizedExperts.apply
@@ -54,28 +56,30 @@ def compute_own_experts() -> None:
         return
 
     @functools.wraps(apply_all)
-    def apply(self: Any, **given: Any) -> None:
-        places = given["expert_map"]  # [experts]: where this worker has each, -1 for another's
-        if places is not None:
-            if given["apply_router_weight_on_input"]:
+    def apply(self: Any, **arguments: Any) -> None:
+        # [experts]: position of each expert in this worker, -1 for an expert of another worker.
+        positions = arguments["expert_map"]
+        if positions is not None:
+            if arguments["apply_router_weight_on_input"]:
                 raise ValueError(
                     "enable_expert_parallel on a CPU: this model weights the inputs of experts, so"
-                    " experts of other workers cannot be masked by a weight of 0; remove it"
+                    " a weight of 0 cannot mask experts of other workers; remove"
+                    " enable_expert_parallel from rollout.vllm"
                 )
-            own = places[given["topk_ids"].long()]
-            # Weight 0: other workers add the output of their experts in the all-reduce.
-            weights = given["topk_weights"].masked_fill(own < 0, 0.0)
-            given |= {"topk_weights": weights, "topk_ids": own.clamp_min(0)}
-        apply_all(self, **given)
+            own = positions[arguments["topk_ids"].long()]
+            # Weight 0 here: the worker that has the expert adds its output in the all-reduce.
+            weights = arguments["topk_weights"].masked_fill(own < 0, 0.0)
+            arguments |= {"topk_weights": weights, "topk_ids": own.clamp_min(0)}
+        apply_all(self, **arguments)
 
     CPUUnquantizedExperts.apply = apply
 
 
 def draw_in_batches() -> None:
-    """Draw random numbers for vLLM's CPU sampler in batches. If every request has its own seed,
-    vLLM draws one number per token from each generator, in a Python loop that costs more than
-    the rest of the sampler. A generator that draws several at a time returns the same numbers in
-    the same order. Idempotent."""
+    """Make vLLM's CPU sampler draw random numbers in batches. If every request has its own seed,
+    vLLM draws one number per token from each generator, in a Python loop that takes longer than the
+    rest of the sampler. A draw of several numbers returns the same numbers in the same order.
+    Idempotent."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
     one_by_one = TopKTopPSampler.forward_cpu
@@ -99,11 +103,12 @@ def draw_in_batches() -> None:
 
 
 class SeededDraws:
-    """Random numbers below 2**31 from generators, drawn `DRAWS` at a time and kept until they are
-    used or their generator is freed."""
+    """Random numbers below 2**31 from generators. They are drawn `DRAWS` at a time, and kept until
+    they are used or their generator is freed."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[weakref.ref[torch.Generator], list[int]]] = {}
+        """`id` of a generator -> reference to it, and its unused numbers in reverse order."""
 
     def next(self, generators: Mapping[int, torch.Generator]) -> list[int]:
         """Return the next number of each generator, at the position given by its key."""
@@ -112,22 +117,23 @@ class SeededDraws:
         for place, generator in generators.items():
             entry = kept.get(id(generator))
             if entry is None:
-                entry = kept[id(generator)] = (self._forgetting(generator), [])
-            left = entry[1]
-            if not left:
+                entry = kept[id(generator)] = (self._weak_reference(generator), [])
+            unused = entry[1]
+            if not unused:
                 drawn = torch.randint(0, 2**31, (DRAWS,), generator=generator, dtype=torch.long)
-                left.extend(reversed(drawn.tolist()))
-            numbers[place] = left.pop()
+                unused.extend(reversed(drawn.tolist()))
+            numbers[place] = unused.pop()
         return numbers
 
-    def _forgetting(self, generator: torch.Generator) -> weakref.ref[torch.Generator]:
+    def _weak_reference(self, generator: torch.Generator) -> weakref.ref[torch.Generator]:
+        # Removes the entry with the generator, because a later one may have the same `id`.
         key, kept = id(generator), self._kept
         return weakref.ref(generator, lambda _: kept.pop(key, None))
 
 
 def record_on_cpu() -> None:
-    """Record routed experts on a CPU. Call in each of vLLM's processes before it makes its
-    configuration. Idempotent."""
+    """Make vLLM's CPU workers record routed experts. Call this function in each of vLLM's processes
+    before it creates its configuration. Idempotent."""
     from vllm.config.vllm import VllmConfig
     from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -157,6 +163,7 @@ def record_on_cpu() -> None:
         if self.execute_model_state is None or not hasattr(self, "mar_recorder"):
             return sample(self, *args, **kwargs)
         batch, count = self.input_batch, self.input_batch.num_reqs
+        # Copies: sampling changes the batch.
         step = SimpleNamespace(
             req_ids=list(batch.req_ids),
             query_start_loc_np=self.query_start_loc.np[: count + 1].copy(),
@@ -164,7 +171,8 @@ def record_on_cpu() -> None:
         )
         pending = self.mar_recorder.prepare_output(step)
         output = sample(self, *args, **kwargs)
-        if pending is not None:  # only the first of tensor-parallel workers reports
+        # Only the first tensor-parallel worker reports experts.
+        if pending is not None:
             tokens = [output.sampled_token_ids[output.req_id_to_index[one]] for one in step.req_ids]
             sampled = np.array([len(each) for each in tokens])
             pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))

@@ -1,4 +1,4 @@
-"""vLLM's engine arguments, sampling parameters and grammars for the run's configuration."""
+"""Engine arguments, sampling parameters and grammars of vLLM for the run's configuration."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm.plugin import BACKEND, WORKER_EXTENSION
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Import path of the executor. On a CPU, vLLM replaces the short name `uni` by a second process."""
+"""Import path of the executor without worker processes. On a CPU, vLLM replaces the short name
+`uni` with an executor that starts a second process."""
 
 
 def sampling_parameters(sampling: SamplingConfig, eos_ids: Sequence[int]) -> SamplingParams:
-    """Return the parameters of responses with this sampling; each response sets its own seed and
-    token limit."""
+    """Return the parameters that responses with this sampling have in common. The copy of each
+    response gets its own seed and token limit."""
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -38,17 +39,18 @@ def sampling_parameters(sampling: SamplingConfig, eos_ids: Sequence[int]) -> Sam
         stop=list(sampling.stop),
         stop_token_ids=list(dict.fromkeys((*eos_ids, *sampling.stop_token_ids))),
         detokenize=bool(sampling.stop),
-        # 0: the log-prob of the sampled token alone, which is all that training needs.
+        # 0: only the log-prob of the sampled token, because training needs no others.
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        # A deep copy for each request, and vLLM's copy of that, would cost more than the rest of
-        # the request. Attributes of a shallow copy are replaced, never changed in place.
+        # Shallow copies: a deep copy per request, and vLLM's copy of it, would take longer than the
+        # rest of the request. Attributes of a copy are replaced, never changed in place.
         skip_clone=True,
     )
 
 
 def structured(sampling: SamplingConfig) -> StructuredOutputsParams | None:
+    """Return the grammar of responses to a held-out set; None if there is none."""
     if not isinstance(sampling, EvalSampling):
         return None
     if sampling.json_schema is not None:
@@ -57,8 +59,8 @@ def structured(sampling: SamplingConfig) -> StructuredOutputsParams | None:
 
 
 def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
-    """Return vLLM's engine arguments. Raises UserError for a name in `rollout.vllm` that this
-    machine's vLLM lacks: the preflight checked only rank 0's machine."""
+    """Return vLLM's engine arguments. Raises UserError for a name in `rollout.vllm` that vLLM on
+    this machine lacks, because the preflight checked only rank 0's machine."""
     rollout = spec.rollout
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     unknown = [unknown_option(name, known) for name in rollout.vllm if name not in known]
@@ -67,8 +69,8 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         model=str(spec.model_path),
         hf_overrides=_head(spec.dtype),
-        # The policy's own files. "auto" would take params.json and consolidated.safetensors, which
-        # Mistral's directories also contain.
+        # The files that the policy reads. "auto" would read params.json and
+        # consolidated.safetensors, which directories of Mistral's models also contain.
         config_format="hf",
         load_format="hf",
         tokenizer_mode="hf",
@@ -79,7 +81,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         tensor_parallel_size=rollout.tensor,
         pipeline_parallel_size=rollout.pipeline,
         skip_tokenizer_init=not spec.needs_tokenizer,
-        # After temperature and top-p: log-probs of the distribution that was really sampled.
+        # After temperature and top-p, because log-probs must belong to the sampled distribution.
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
         enable_return_routed_experts=spec.records_experts,
@@ -93,30 +95,30 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
 
 
 def _head(dtype: str) -> dict[str, str]:
-    """Overrides of the model's config.json for logits in float32.
+    """Return overrides of the model's config.json that make vLLM compute logits in float32.
 
-    vLLM computes logits in the model's dtype and the trainer in float32. Between 16 and 32
-    neighbouring bfloat16 numbers are 0.125 apart, which would be the error of a log-prob. On CUDA
-    the product of bfloat16 operands is accumulated and returned in float32; on a CPU vLLM converts
-    both operands first. Tied and quantised models are included: the output layer is never
-    quantised.
+    The trainer computes logits in float32, vLLM by default in the model's dtype. Neighbouring
+    bfloat16 numbers between 16 and 32 differ by 0.125, so rounding a logit would change a log-prob
+    as much. On CUDA, the product of bfloat16 operands is accumulated and returned in float32; on a
+    CPU, vLLM first converts both operands. The override also applies to tied models and to
+    quantized models, because vLLM does not quantize the output layer.
     """
     return {} if dtype == "float32" else {"head_dtype": "float32"}
 
 
 def _cpu_arguments(spec: EngineSpec) -> dict[str, Any]:
     return {
-        # Per worker; the configured size is that of the whole engine.
+        # Per worker: the configured size is for the whole engine.
         "kv_cache_memory_bytes": int(spec.rollout.kv_cache_gib * 2**30) // spec.rollout.workers,
-        # Compiling takes up to 40 s of the first start and was not measurably faster in steady
-        # state.
+        # Compilation takes up to 40 s at the first start, and measurements showed no gain
+        # afterwards.
         "enforce_eager": True,
-        # For a prompt in two chunks vLLM draws a token and discards it, and a seeded CPU generator
-        # cannot be rewound: it raises. Without chunks vLLM reads a prompt, or a preempted request's
-        # prompt and response, in one step, and ensures that it fits.
+        # After the first chunk of a prompt, vLLM draws a token and discards it; it then raises,
+        # because a seeded CPU generator cannot be rewound. Without chunks, vLLM reads a prompt, or
+        # the prompt and response of a preempted request, in one step, and ensures that it fits.
         "enable_chunked_prefill": False,
-        # With one worker the model runs in the engine core. vLLM's default on a CPU is a second
-        # process behind a queue, which starts later and costs time at every step.
+        # With one worker, the model runs in the engine core. vLLM's default on a CPU is a second
+        # process behind a queue, which delays the start and every step.
         "distributed_executor_backend": "mp" if spec.rollout.workers > 1 else UNIPROC,
     }
 
@@ -125,20 +127,20 @@ def _gpu_arguments(spec: EngineSpec) -> dict[str, Any]:
     return {
         "gpu_memory_utilization": spec.rollout.gpu_memory_utilization,
         "enable_sleep_mode": spec.rollout.placement == "colocated",
-        # In a Ray actor vLLM might choose Ray for its workers, which would outlive the engine.
+        # In a Ray actor, vLLM might start its workers with Ray, and they would outlive the engine.
         "distributed_executor_backend": "mp" if spec.rollout.workers > 1 else "uni",
     }
 
 
 def require_grammar(model_path: str, sampling: SamplingConfig, config: Any) -> None:
-    """Raise ValueError for a grammar of `sampling` that an engine would refuse in a request.
-    `config`: vLLM's `structured_outputs_config`, if rollout.vllm has one."""
+    """Raise ValueError for a grammar of `sampling` that vLLM would refuse in a request. `config`:
+    value of `rollout.vllm.structured_outputs_config`, or None."""
     from vllm.config import StructuredOutputsConfig
     from vllm.tokenizers import get_tokenizer
 
-    given = StructuredOutputsConfig(**config) if isinstance(config, dict) else config
+    parsed = StructuredOutputsConfig(**config) if isinstance(config, dict) else config
     SamplingParams(structured_outputs=structured(sampling))._validate_structured_outputs(
         SimpleNamespace(is_diffusion=False),
-        given or StructuredOutputsConfig(),
+        parsed or StructuredOutputsConfig(),
         get_tokenizer(model_path),
     )

@@ -3,8 +3,8 @@
     engine's actor --load_between_steps--> engine core --load_weight_bucket--> workers (receive.py)
 
 Invariants:
-- no step of the model runs from the first bucket of an update to its last;
-- a request that starts after an update reuses no keys and values of earlier weights.
+- the model runs no step between the first and the last bucket of an update;
+- a request that starts after an update reuses no keys and values that earlier weights computed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_async_rl.rollout.vllm.loaded import digests_of
 from megatron_async_rl.watchdog import watch
 
 LOAD = "mar_load_bucket"
-"""Name of `_load_bucket` as a method of vLLM's engine process."""
+"""Name of `_load_bucket` as a method of vLLM's engine core."""
 
 
 async def load_between_steps(
@@ -33,12 +33,12 @@ async def load_between_steps(
 ) -> dict[str, str]:
     """Load one bucket of an update to `version`. Sampling stops before the `first` bucket. After
     the `last` bucket the weights get their version, and sampling continues if their digests equal
-    `resume_if` (None: it stays stopped).
+    `resume_if`; with None, sampling does not continue.
 
-    Returns name -> digest of every tensor as loaded, with the last bucket.
+    Returns name -> digest of every tensor as loaded with the last bucket; otherwise an empty dict.
     """
-    # A single call: each call waits for the current step to end, and between several calls the
-    # engine would sample nothing.
+    # A single call for pause, load and resume: each call waits until the current step ends, and the
+    # engine would sample nothing between several calls.
     digests: dict[str, str] = await llm.engine_core.call_utility_async(
         LOAD, bucket, version, first, last, clear_cache, resume_if
     )
@@ -46,7 +46,7 @@ async def load_between_steps(
 
 
 def take_loads_between_steps() -> None:
-    """Let vLLM's engine process accept the calls of `load_between_steps`. Idempotent."""
+    """Add the method that `load_between_steps` calls to vLLM's engine core. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, LOAD, _load_bucket)
@@ -61,17 +61,18 @@ def _load_bucket(
     clear_cache: bool,
     resume_if: Mapping[str, str] | None,
 ) -> dict[str, str] | Future[dict[str, str]]:
-    """Part of `load_between_steps` in vLLM's engine process."""
+    """Implement `load_between_steps` in vLLM's engine core. Returns a future if a step is still
+    running."""
 
     def load() -> dict[str, str]:
-        answers = core.collective_rpc("load_weight_bucket", None, (bucket, version, first, last))
-        digests = digests_of(answers)
+        loaded = core.collective_rpc("load_weight_bucket", None, (bucket, version, first, last))
+        digests = digests_of(loaded)
         if last:
-            # Before sampling resumes: the next token must carry the new version.
+            # Before sampling resumes, because the next token must have the new version.
             core.set_weight_version(str(version))
             for request in core.scheduler.requests.values():
                 _salt(request, str(version))
-            # Weights with other digests never sample.
+            # Weights with other digests must never sample.
             if digests == resume_if:
                 core.resume_scheduler()
         return digests
@@ -80,27 +81,28 @@ def _load_bucket(
     if paused is None:
         return load()
 
-    # A step is still running.
-    loaded: Future[dict[str, str]] = Future()
+    # A step is still running: load once it has ended.
+    result: Future[dict[str, str]] = Future()
 
     def on_pause(_: Any) -> None:
         from vllm.v1.engine import EngineCoreRequestType
 
         try:
             paused.result()
-            loaded.set_result(load())
-        except Exception as error:  # noqa: BLE001 - vLLM hands it to the caller
-            loaded.set_exception(error)
-        # Otherwise the engine would block until a new request arrives, although it has work.
+            result.set_result(load())
+        except Exception as error:  # noqa: BLE001 - vLLM passes it to the caller
+            result.set_exception(error)
+        # Wake the engine core: it would block until a new request arrives, although running
+        # requests can continue.
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     paused.add_done_callback(on_pause)
-    return loaded
+    return result
 
 
 def cache_by_version() -> None:
-    """Salt the prefix cache of vLLM's engine process with the weight version, so that requests
-    share keys and values only if the same weights computed them. Idempotent."""
+    """Salt the prefix cache of vLLM's engine core with the weight version, so that requests share
+    keys and values only if the same weights computed them. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
     preprocess, add = EngineCore.preprocess_add_request, EngineCore.add_request
@@ -109,7 +111,7 @@ def cache_by_version() -> None:
 
     @functools.wraps(preprocess)
     def preprocess_add_request(self: Any, request: Any) -> Any:
-        # Before the hashes are computed, which happens in vLLM's input thread.
+        # Before `preprocess`, which computes the hashes of the blocks in vLLM's input thread.
         request.cache_salt = self.get_weight_version()
         return preprocess(self, request)
 
@@ -124,21 +126,21 @@ def cache_by_version() -> None:
 
 
 def _salt(request: Any, version: str) -> None:
-    """Salt a request that has not started. A started request keeps its salt, because some of its
-    keys and values belong to those weights."""
-    begun = request.num_computed_tokens or request.num_preemptions
-    if not begun and request.cache_salt != version:
+    """Salt a request that has not started. A started request keeps its salt, because the weights of
+    that version computed some of its keys and values."""
+    started = request.num_computed_tokens or request.num_preemptions
+    if not started and request.cache_salt != version:
         request.cache_salt = version
         request.block_hashes.clear()
         request.update_block_hashes()
 
 
 def show_progress() -> None:
-    """Report the tokens of every step to the watchdog as progress, and the scheduler's queues as a
-    fact. Idempotent.
+    """Report the tokens of every step to the watchdog as progress, and the lengths of the
+    scheduler's queues as a fact. Idempotent.
 
-    vLLM returns a response when it is complete, which may take longer than the watchdog waits. Its
-    scheduler sees every token."""
+    vLLM returns a response only when it is complete, which may take longer than the watchdog waits.
+    Its scheduler processes every token."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     update = Scheduler.update_from_output
@@ -157,5 +159,6 @@ def show_progress() -> None:
 
 
 def describe_scheduler(scheduler: Any) -> str:
+    """Return the numbers of running and waiting requests, and the state of the pause."""
     running, waiting = scheduler.get_request_counts()
     return f"{running} running, {waiting} waiting, {scheduler._pause_state.name.lower()}"

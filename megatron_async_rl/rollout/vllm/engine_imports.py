@@ -1,7 +1,8 @@
 """Imports of the server from which the controller, engine actors and vLLM's processes on a CPU are
 forked (`watchdog.preloaded`).
 
-Ray is not imported here: its C++ library reads the environment of a worker once, at its import.
+Invariant: the server does not import Ray, whose C++ library reads the environment of a worker only
+once, at its import.
 """
 
 # ruff: noqa: F401, E402
@@ -10,7 +11,7 @@ from __future__ import annotations
 import sys
 
 assert "ray" not in sys.modules
-# Without Ray, vLLM lacks its Ray executor, which no engine uses.
+# `None` makes vLLM's `import ray` fail. vLLM then lacks its Ray executor, which no engine uses.
 sys.modules["ray"] = None  # type: ignore[assignment]
 
 import vllm.v1.engine.async_llm

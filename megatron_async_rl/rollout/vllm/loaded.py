@@ -1,20 +1,22 @@
-"""Digests of the weights in an engine worker's memory after loading, by position in the trainer's
-tensors.
+"""Digests of the weights that an engine's workers hold after an update, by their positions in the
+trainer's tensors.
 
     bucket --offer--> vLLM's loaders --copy--> parameter: rows and columns of the tensor
                                                  |
               worker's parts: {name: Loaded} <---+    all workers' parts --digests_of--> one digest
 
-vLLM decides how an engine shards and fuses tensors. Each copy from an offered tensor shows which
-part of it went where. The engine core reads `Loaded` objects, too, so this file imports no vLLM.
+vLLM decides how an engine shards and fuses tensors. `LoadWatch` observes each copy from an offered
+tensor, which shows the part and its destination. The engine core uses this file, too, so it imports
+no vLLM.
 
 Invariants:
-- digests read back the written memory: of a lasting parameter at the end of the update; of
-  temporary memory (the source of a packed or quantized weight) as soon as it is written;
-- a part that several workers hold counts once if they hold the same values. If they differ, or no
+- a digest is computed from the written memory, not from the source: for a lasting parameter at the
+  end of the update, for temporary memory (the source of a packed or quantized weight) as soon as it
+  is written;
+- a part that several workers hold with equal values counts once. If their values differ, or if no
   worker took a part, the digest differs from the trainer's;
-- an address identifies an offered tensor only while the tensor lives and until its memory is
-  offered again; this module keeps no tensor alive.
+- an address identifies an offered tensor only until the tensor is freed or its memory is offered
+  again; this module does not keep an offered tensor alive.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 @dataclass
 class Loaded:
-    """Parts of a tensor that one worker took. `parts`: (row, column, rows, columns, d1, d2)."""
+    """Parts of a tensor that one worker took. `parts`: (row, column, rows, columns, d1, d2); d1 and
+    d2 are the sums of `partial_digest`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -45,11 +48,12 @@ class Loaded:
 
 def digests_of(workers: Sequence[dict[str, Loaded]]) -> dict[str, str]:
     """Return name -> digest of every tensor from which a worker took a part."""
-    found: dict[str, Loaded] = {}
+    merged: dict[str, Loaded] = {}
     for loaded in workers:
         for name, one in loaded.items():
-            # A set: replicas with equal digests count once, differing replicas twice, which shows.
-            found.setdefault(name, Loaded(one.dtype, one.shape)).parts |= one.parts
+            # A union of sets: equal replicas of a part count once. Replicas that differ count
+            # twice, which changes the digest.
+            merged.setdefault(name, Loaded(one.dtype, one.shape)).parts |= one.parts
     return {
         name: digest_text(
             one.dtype,
@@ -60,7 +64,7 @@ def digests_of(workers: Sequence[dict[str, Loaded]]) -> dict[str, str]:
                 sum(rows * columns for _, _, rows, columns, *_ in one.parts),
             ],
         )
-        for name, one in found.items()
+        for name, one in merged.items()
         if one.parts
     }
 
@@ -78,7 +82,7 @@ class _TensorRegion:
 
 @dataclass(frozen=True)
 class _TensorMemory:
-    """Address range [start, end) of a tensor in bytes, and the size of an element."""
+    """Addresses [start, end) of a tensor, and the size of an element in bytes."""
 
     start: int
     end: int
@@ -90,6 +94,7 @@ class _TensorMemory:
         return cls(start, start + tensor.numel() * element, element)
 
     def has(self, part: Tensor) -> bool:
+        """Return True if `part` begins in this memory and has elements of this size."""
         return part.element_size() == self.element and self.start <= part.data_ptr() < self.end
 
 
@@ -102,70 +107,72 @@ class _OfferedTensor:
 
 
 class LoadWatch(TorchDispatchMode):
-    """Context manager around an engine's loaders that records their copies. Call `begin` at the
-    start of each update."""
+    """Context manager that records the copies of an engine's loaders. Call `begin` at the start of
+    each update, and `loaded` at its end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._reading = False
+        self._paused = False
+        """True while this object computes a digest, whose own copies must not be recorded."""
         self.begin(())
 
     def begin(self, lasting: Iterable[Tensor]) -> None:
-        """Start an update. `lasting`: parameters that keep their memory throughout. The address of
-        any other tensor may be reused during the update, so it identifies nothing."""
+        """Start an update. `lasting`: parameters that keep their memory during the update. Memory
+        of any other tensor may be reused, so its digest is computed at once."""
         self._lasting = {
             p.untyped_storage().data_ptr() for p in lasting if p.numel() and not p.is_meta
         }
         self._loaded: dict[str, Loaded] = {}
         self._starts: list[int] = []
         self._offered: list[_OfferedTensor] = []
-        """Offered parameters in the order of their addresses, `_starts`."""
+        """Offered tensors in the order of their addresses, which `_starts` has."""
         self._copy: tuple[_TensorRegion, _TensorMemory, Tensor] | None = None
-        """A loader's temporary copy of a part, not yet written to a parameter."""
+        """Last temporary copy of a part that a loader made: its region, its memory and the copy
+        itself, a reference that keeps the memory from being reused."""
         self._written: list[tuple[_TensorRegion, Tensor]] = []
-        """Parts in lasting memory, whose digests are computed at the end."""
+        """Parts in lasting memory, whose digests are computed at the end of the update."""
         self._taken: list[tuple[_TensorRegion, Tensor]] = []
-        """Parts and their digests."""
+        """Parts and their digests, on the device."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the tensors offered in this update."""
+        """Names of the tensors that were offered in this update."""
         return frozenset(self._loaded)
 
     def offer(self, name: str, tensor: Tensor) -> None:
-        """Announce the tensor that the loaders receive next. Its memory must not change until it is
-        offered again or the tensor is freed."""
+        """Register the tensor that the loaders receive next. Its memory must not change until the
+        tensor is freed or the memory is offered again."""
         shape = tuple(tensor.shape)
         self._loaded[name] = Loaded(tensor.dtype, shape)
         if not tensor.numel():
             return
         memory, starts = _TensorMemory.of(tensor), self._starts
         first, last = bisect_left(starts, memory.start), bisect_left(starts, memory.end)
-        # Offers whose memory this tensor reuses are no longer valid.
+        # Replace the offers whose memory this tensor reuses: they are no longer valid.
         starts[first:last] = [memory.start]
         storage = StorageWeakRef(tensor.untyped_storage())
         self._offered[first:last] = [_OfferedTensor(name, shape, memory, storage)]
 
     def take(self, part: Tensor) -> None:
-        """Record that a kernel reads `part` of an offered tensor in place."""
-        place = self._place(part)
-        assert place is not None, "the part of a tensor that was not offered"
-        self._reading = True  # do not record copies that the digest itself makes
+        """Record that a kernel uses `part` of an offered tensor without a copy."""
+        region = self._region(part)
+        assert region is not None, "the tensor of this part was not offered"
+        self._paused = True
         try:
-            self._digest(place, part)
+            self._digest(region, part)
         finally:
-            self._reading = False
+            self._paused = False
 
     def loaded(self) -> dict[str, Loaded]:
-        """End the update and return the parts taken of each tensor."""
-        for place, memory in self._written:
-            self._digest(place, memory)
+        """End the update, and return name -> the parts that this worker took of the tensor."""
+        for region, memory in self._written:
+            self._digest(region, memory)
         if self._taken:
-            # One transfer from the device for all digests.
+            # Stacked, so that all digests need a single transfer from the device.
             sums = torch.stack([digest for _, digest in self._taken]).tolist()
-            for (place, _), (d1, d2, _) in zip(self._taken, sums, strict=True):
-                self._loaded[place.name].parts.add(
-                    (place.row, place.column, place.rows, place.columns, d1, d2)
+            for (region, _), (d1, d2, _) in zip(self._taken, sums, strict=True):
+                self._loaded[region.name].parts.add(
+                    (region.row, region.column, region.rows, region.columns, d1, d2)
                 )
         self._starts, self._offered, self._copy = [], [], None
         self._written, self._taken = [], []
@@ -175,31 +182,33 @@ class LoadWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._reading:
+        if self._paused:
             return result
+        # vLLM counts elements by copies to meta tensors, which hold no data.
         if func is torch.ops.aten.copy_.default and not args[0].is_meta:
-            place = self._place(args[1])
-            if place is None:
+            region = self._region(args[1])
+            if region is None:
                 pass
             elif args[0].untyped_storage().data_ptr() in self._lasting:
-                self._written.append((place, args[0]))
+                self._written.append((region, args[0]))
             else:
-                self._digest(place, args[0])
+                self._digest(region, args[0])
         elif func in _COPIES:
-            place = self._place(args[0])
-            if place is not None:
-                self._copy = place, _TensorMemory.of(result), result
+            region = self._region(args[0])
+            if region is not None:
+                self._copy = region, _TensorMemory.of(result), result
         return result
 
-    def _digest(self, place: _TensorRegion, memory: Tensor) -> None:
-        # The trainer computes digests in its dtype; a wider parameter holds the same numbers.
-        part = memory.detach().to(self._loaded[place.name].dtype)
-        part = part.reshape(place.rows, place.columns)
-        self._taken.append((place, partial_digest(part, place.row, place.column)))
+    def _digest(self, region: _TensorRegion, memory: Tensor) -> None:
+        # The trainer computes digests in its own dtype. A parameter of a wider dtype has the same
+        # values.
+        part = memory.detach().to(self._loaded[region.name].dtype)
+        part = part.reshape(region.rows, region.columns)
+        self._taken.append((region, partial_digest(part, region.row, region.column)))
 
-    def _place(self, part: Tensor) -> _TensorRegion | None:
-        """Return the region of an offered tensor that `part` views or was copied from, or None.
-        Raises RuntimeError if it is not a range of rows and columns."""
+    def _region(self, part: Tensor) -> _TensorRegion | None:
+        """Return the region of an offered tensor that `part` views or copies; None if there is no
+        such tensor. Raises RuntimeError if the region is not a range of rows and columns."""
         if part.is_meta or not part.numel():
             return None
         if self._copy is not None and self._copy[1].has(part):
@@ -207,6 +216,7 @@ class LoadWatch(TorchDispatchMode):
         else:
             at = bisect_right(self._starts, part.data_ptr()) - 1
             offered = self._offered[at] if at >= 0 else None
+            # `expired`: the tensor was freed, and other data may be in its memory.
             if offered is None or not offered.memory.has(part) or offered.storage.expired():
                 return None
             memory = offered.memory
@@ -218,14 +228,15 @@ class LoadWatch(TorchDispatchMode):
         rows, columns = matrix_shape(part.shape)
         strides = [*(origin.columns * rows for rows in part.shape[-2:-1]), origin.columns, 1]
         regular = all(
-            size == 1 or stride == wanted
-            for size, stride, wanted in zip(
+            size == 1 or stride == expected
+            for size, stride, expected in zip(
                 part.shape[-3:], part.stride()[-3:], strides[-part.dim() :], strict=True
             )
         )
         if part.dim() > 3 or not regular or column + columns > origin.columns:
             raise RuntimeError(
-                f"tensor {origin.name} is loaded in an order of vLLM's own, {list(part.shape)} at"
-                f" strides {list(part.stride())}: its digest would not be the trainer's"
+                f"vLLM loads a part of tensor {origin.name} that is not a range of its rows and"
+                f" columns (shape {list(part.shape)}, strides {list(part.stride())}), so its digest"
+                " cannot be compared with the trainer's"
             )
         return _TensorRegion(origin.name, origin.row + row, origin.column + column, rows, columns)

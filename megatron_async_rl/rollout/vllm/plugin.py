@@ -1,8 +1,8 @@
-"""Plugin that vLLM calls in each of its processes (`vllm.general_plugins`), their environment
-variables, and the server that they are forked from.
+"""Plugin that vLLM calls in each of its processes (`vllm.general_plugins`), the environment
+variables of these processes, and the server from which they are forked.
 
-Invariant: this module imports no vLLM and no torch, because the launcher and the engine's actor set
-variables that both read at import.
+Invariant: this module imports neither vLLM nor torch, because the launcher and the engine's actor
+import it before they set variables that both read at import.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ ENTRY_POINT = "mar_shared_memory"
 """Name of this plugin in the package's `vllm.general_plugins` entry points."""
 
 RECORD_EXPERTS = "MAR_RECORD_EXPERTS"
-"""Environment variable of an engine on a CPU that records experts."""
+"""Environment variable that is set for an engine on CPUs that records experts."""
 
 BACKEND = "mar_weights"
-"""Name of our weight transfer engine in vLLM's factory; it serves every carrier."""
+"""Name of this package's weight transfer engine in vLLM's factory; it supports every carrier."""
 
 OPENMP = ("libgomp", "libiomp", "libomp.")
 """Prefixes of the file names of OpenMP libraries: GNU, Intel and LLVM."""
 
 IMPORTS = "megatron_async_rl.rollout.vllm.engine_imports"
-"""Module that imports all modules of an engine."""
+"""Module of the server, which imports all modules that an engine needs."""
 
 WORKER_EXTENSION = "megatron_async_rl.rollout.vllm.receive.WeightLoadingWorker"
 
 
 def register() -> None:
     """Bind this process of vLLM to its engine and to the run's watchdog, and install the hooks.
-    Idempotent: vLLM may call it several times."""
+    Idempotent, because vLLM may call it several times."""
     from megatron_async_rl.rollout.vllm import cpu_worker, engine_core
 
-    # First: a process of vLLM must not outlive its engine, even if a later line fails.
+    # First, because a process of vLLM must not outlive its engine, even if a later line fails.
     die_with_parent()
     spawn_by_fork("engines")
     watch.join()
     name_shared_memory()
-    # vLLM collects garbage six times while it starts, and Python at exit. Each collection
-    # would scan all imported modules for about half a second.
+    # vLLM collects garbage six times while it starts, and Python does so at exit. Without `freeze`,
+    # each collection would scan the objects of all imported modules, for about half a second.
     gc.freeze()
     atexit.register(gc.freeze)
 
@@ -68,7 +68,7 @@ def register() -> None:
 def _register_transfer_engine() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    # vLLM refuses a second registration of a name.
+    # vLLM raises an error if a name is registered twice.
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "megatron_async_rl.rollout.vllm.receive", "WeightReceiver"
@@ -76,10 +76,10 @@ def _register_transfer_engine() -> None:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Return the variables that vLLM and its libraries read at import. Call it in the process that
-    starts vLLM."""
+    """Return the variables that vLLM and its libraries read at import. Call this function in the
+    process that starts vLLM."""
     values = {
-        # All processes of an engine run on one machine; no port may be reachable from others.
+        # All processes of an engine run on one machine, and no other machine may reach their ports.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": loopback_interface(),
         "HF_HUB_OFFLINE": "1",
@@ -91,7 +91,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         PARENT: str(os.getpid()),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if not spec.carrier.per_engine:  # NCCL receives weights from rank 0's machine
+    # With a carrier that sends to each engine, NCCL receives weights from rank 0's machine.
+    if not spec.carrier.per_engine:
         values["NCCL_SOCKET_IFNAME"] = loopback_interface()
     if spec.records_experts and spec.device == "cpu":
         values[RECORD_EXPERTS] = "1"
@@ -99,16 +100,19 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         values |= {
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": str(spec.threads),
-            # vLLM compiles parts of its sampler at the first request even in eager mode.
+            # Otherwise vLLM compiles parts of its sampler at the first request, even in eager mode.
             "TORCHDYNAMO_DISABLE": "1",
-            # Milliseconds a thread spins after a parallel region; the trainer may need the core.
+            # Time in ms for which a thread spins after a parallel region. It is short, because the
+            # trainer may need the core.
             "KMP_BLOCKTIME": "1",
-            # New memory costs several times as much as copying to it, and every update needs as
-            # much as the previous one freed. So the C library keeps freed blocks, large ones too.
+            # Make the C library keep freed blocks, large ones too: every update needs as much
+            # memory as the previous one freed, and allocating new memory takes several times as
+            # long as the copy into it.
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
         }
-        if spec.rollout.workers > 1:  # binding needs a NUMA node for each worker
+        # Binding threads to cores would need a NUMA node for each worker.
+        if spec.rollout.workers > 1:
             values["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         openmp = Path(sys.prefix, "lib", "libiomp5.so")
         if openmp.is_file():
@@ -119,18 +123,19 @@ def environment(spec: EngineSpec) -> dict[str, str]:
 def serving_engines(
     spec: EngineSpec, variables: MutableMapping[str, str], folder: Path, log: Path
 ) -> AbstractContextManager[int]:
-    """Run the server from which the actor and vLLM's processes of a CPU engine with the settings
-    `spec` are forked; see `preloaded.serving`."""
+    """Run the server from which the actors and vLLM's processes of engines on CPUs are forked.
+    `spec`: settings of one of these engines. See `preloaded.serving`."""
     own = {name: value for name, value in environment(spec).items() if name != PARENT}
     return serving("engines", IMPORTS, variables, own, folder, log)
 
 
 def _preloaded(openmp: Path, inherited: str) -> str:
-    """Return LD_PRELOAD with `openmp` first, and without other OpenMP libraries."""
-    # vLLM refuses to start with two, and both would create threads of their own.
+    """Return a value of LD_PRELOAD that starts with `openmp` and has the libraries in `inherited`
+    except other OpenMP libraries."""
+    # vLLM does not start with two OpenMP libraries, and each would create threads of its own.
     others = (
         file
-        for file in re.split(r"[:\s]+", inherited)  # the loader accepts both separators
+        for file in re.split(r"[:\s]+", inherited)  # the loader accepts colons and spaces
         if file and not Path(file).name.startswith(OPENMP)
     )
     return ":".join([str(openmp), *others])

@@ -1,13 +1,14 @@
 """Receiving side of a weight update, in vLLM's worker processes.
 
 Invariants:
-- versions only grow: an update to a version that is not newer is refused before it changes a
+- versions only increase: an update to a version that is not newer is refused before it changes a
   weight;
-- digests cover what the loaders wrote, not what was sent (`loaded.py`);
-- a bucket that does not last has been read completely when the call with that bucket returns;
-- an update ends only after every parameter of the model was loaded. A fused parameter (qkv,
-  gate_up) counts as loaded once all its parts came;
-- kernels discard everything derived from old weights (`reload.py`).
+- digests are those of the memory that the loaders wrote, not of the received data (`loaded.py`);
+- a bucket that the sender overwrites later is read completely before the call with that bucket
+  returns;
+- an update succeeds only if it loads every parameter of the model. A fused parameter (qkv, gate_up)
+  counts as loaded once all its parts were received;
+- kernels discard all data that was derived from old weights (`reload.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from megatron_async_rl.weights.transport import TransportReader, carrier
 
 @dataclass
 class FirstVersion(WeightTransferInitInfo):
-    """`version`: version of the initial weights. `transport`: name of the carrier."""
+    """Settings of a worker's WeightReceiver. `version`: version of the initial weights.
+    `transport`: name of the carrier."""
 
     version: int
     transport: str
@@ -44,7 +46,7 @@ class FirstVersion(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """Fields of `BucketRef.as_plain`."""
+    """Location of a bucket, with the fields of `BucketRef.as_plain`."""
 
     path: str
     size: int
@@ -64,11 +66,12 @@ def missing_parameters(
     received: Collection[str],
     fused: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """Return the model's `parameters` that an update left out, sorted.
+    """Return those of the model's `parameters` that an update did not load, sorted. The result has
+    the missing parts of a fused parameter, not the parameter.
 
-    `loaded`: names that `load_weights` reported; `received`: names of the received tensors;
+    `loaded`: names that `load_weights` returned. `received`: names of the received tensors.
     `fused`: the model's map from a fused module to its parts (`qkv_proj` -> `q_proj`, `k_proj`,
-    `v_proj`). A missing part is named as the part.
+    `v_proj`).
     """
     missing = []
     for parameter in parameters:
@@ -82,7 +85,8 @@ def missing_parameters(
 
 
 class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
-    """Loads full tensors with Hugging Face names from a carrier's buckets."""
+    """Weight transfer engine of vLLM that loads full tensors with Hugging Face names from a
+    carrier's buckets."""
 
     init_info_cls = FirstVersion
     update_info_cls = BucketInfo
@@ -93,24 +97,29 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._watch = LoadWatch()
         self._reload = reload_of(self.model, self.model_config, self._watch.take)
         self._loaded: set[str] = set()
+        """Parameters that this update loaded, by the names of the model."""
         self._incomplete: list[str] = []
+        """Weights that the last update loaded only in part."""
         self._version = -1
         self._reader: TransportReader | None = None
         self.receiver: Receiver | None = None
+        """Receiver of versions in the background, for a carrier that sends to each engine."""
         self._paths: set[str] = set()
         self._paths_before: set[str] = set()
+        """Paths of the buckets of this update and of the previous one."""
 
     def init_transfer_engine(self, init_info: FirstVersion) -> None:
-        # Buckets of a killed engine: on a machine without the launcher nothing else removes them.
+        # Remove buckets of a killed engine: only the launcher's machine has another process that
+        # removes them.
         remove_stale(SHARED_MEMORY)
         self._version = init_info.version
         self._reader = carrier(init_info.transport).reader()
 
     def accept(self, version: int) -> None:
-        """Record `version`. Raises ValueError unless it is newer than the engine's."""
+        """Record `version`. Raises ValueError unless it is newer than the engine's version."""
         if version <= self._version:
             raise ValueError(
-                f"weight version {version} was refused: versions only grow, and the engine holds"
+                f"weight version {version} was refused: it must be newer than the engine's version,"
                 f" {self._version}"
             )
         self._version = version
@@ -119,31 +128,32 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._loaded = set()
         self._paths_before, self._paths = self._paths, set()
         self._reload.begin()
-        # After `begin`: parameters that the reload fills elsewhere have left the model by now, and
-        # their addresses must not count as lasting.
+        # After `begin`, which removes parameters from the model that the reload fills in temporary
+        # memory: they must not count as lasting.
         self._watch.begin(self.model.parameters())
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         assert self._reader is not None
         self._paths.add(update_info.path)
         with self._watch:
-            # Inside of the watch: it sees every copy that the loaders make.
+            # Inside of the watch, which must observe every copy of the loaders.
             self._loaded |= self._reload.load(self._offered(update_info.ref()))
         if not self._reader.lasting and self.device.type == "cuda":
-            # The ranks overwrite the bucket once this call returns.
+            # Wait for the copies: the ranks overwrite the bucket once this call returns.
             torch.cuda.current_stream(self.device).synchronize()
 
     def finish_weight_update(self) -> None:
         with self._watch:
             self._incomplete = self._reload.end()
         assert self._reader is not None
-        # Versions alternate between two slots, so the next one reuses the mappings of the previous.
+        # Versions alternate between two slots, so the next version reuses the mappings of the
+        # previous one.
         kept = self._paths | self._paths_before if self._reader.lasting else ()
         self._reader.keep(kept)
 
     def require_complete(self) -> None:
-        """Raise RuntimeError if the last update left out a parameter of the model, or part of
-        one."""
+        """Raise RuntimeError if the last update did not load a parameter of the model, or not all
+        of it."""
         fused = getattr(self.model, "packed_modules_mapping", {})
         missing = (
             missing_parameters(self._parameters, self._loaded, self._watch.names, fused)
@@ -151,42 +161,45 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         )
         if missing:
             raise RuntimeError(
-                f"the update to version {self._version} brought {len(self._watch.names)} tensors"
+                f"the update to version {self._version} had {len(self._watch.names)} tensors"
                 f" and left out {len(missing)}:"
                 f" {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
             )
 
     def shutdown(self) -> None:
-        """Unmap the sender's buckets, which stay mapped between updates, and close the receiver."""
+        """Unmap the buckets, which stay mapped between updates, and close the receiver."""
         if self._reader is not None:
             self._reader.keep(())
         if self.receiver is not None:
             self.receiver.close()
 
     def loaded(self) -> dict[str, Loaded]:
-        """Return the parts of each tensor that this worker holds after the last update."""
+        """Return name -> the parts of each tensor that this worker holds after the last update."""
         return self._watch.loaded()
 
     def _offered(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
+        """Read the tensors of a bucket, and register each with the watch before a loader reads
+        it."""
         assert self._reader is not None
         copies = self._reload.keeps and not self._reader.lasting
         for name, view in self._reader.read(ref):
             if name in self._watch.names:
                 raise ValueError(
-                    f"tensor {name} came twice in the update to version {self._version}"
+                    f"the update to version {self._version} has tensor {name} more than once"
                 )
-            # A reload that holds tensors beyond this call must not see the next bucket's bytes in
-            # them.
+            # Copy if the reload holds tensors beyond this call: the sender writes the next bucket
+            # into the same memory.
             tensor = view.clone() if copies else view
             self._watch.offer(name, tensor)
             yield name, tensor
 
 
 class WeightLoadingWorker:
-    """Methods that vLLM adds to its worker (`worker_extension_cls`). `self` is vLLM's worker."""
+    """Methods that vLLM adds to its workers (`worker_extension_cls`). `self` is a worker of
+    vLLM."""
 
     def complete_on_cpu(self: Any) -> None:
-        """Complete a CPU worker. Call once, before the first request."""
+        """Complete a CPU worker. Call this method once, before the first request."""
         complete_cpu_worker(self)
 
     def receive_version(self: Any, update: bytes) -> None:
@@ -199,11 +212,13 @@ class WeightLoadingWorker:
     def load_weight_bucket(
         self: Any, bucket: dict[str, Any], version: int, first: bool, last: bool
     ) -> dict[str, Loaded]:
-        """Load a bucket; `first` and `last` open and close the update. With the last bucket, return
-        the parts that this worker loaded, by name of the tensor."""
+        """Load a bucket. The `first` bucket begins an update, and the `last` one ends it. Return
+        name of a tensor -> the parts that this worker loaded with the last bucket; otherwise an
+        empty dict."""
         receiver = self.weight_transfer_engine
         if first:
-            receiver.accept(version)  # before the update changes any weight
+            # Before the update changes any weight.
+            receiver.accept(version)
             self.start_weight_update()
         self.update_weights(bucket)
         if not last:

@@ -1,16 +1,17 @@
-"""Reload of an engine's model: in place if every layer is known, otherwise by vLLM's own reload.
+"""Reload of an engine's model: in place if this file supports every layer, otherwise by vLLM's own
+reload.
 
-`InPlaceReload`: each tensor passes through its parameter's own loader into existing memory. A
-kernel with a packed copy of a weight (vLLM's CPU kernels) gets a new copy as soon as the last piece
-of the weight has arrived. `LayerwiseReload`: vLLM rebuilds every layer and copies it over the old
-one. It supports every layer and quantization, and takes several times as long.
+`InPlaceReload`: the loader of each parameter writes into the existing memory. If a kernel uses a
+packed copy of a weight (vLLM's CPU kernels), the weight is packed again as soon as its last piece
+has arrived. `LayerwiseReload`: vLLM rebuilds every layer and copies it over the old one. It
+supports every layer and quantization, and takes several times as long.
 
 Invariants:
-- after `end` no kernel uses an old weight: a weight that is missing or incomplete is gone;
+- after `end` no kernel uses a packed copy of an old weight, even if the update left the weight out;
 - a parameter that is used directly keeps its memory, so a CUDA graph that captured it stays valid;
-- a layer is packed once all pieces of its weights have arrived, never from a part of them;
+- a layer is packed only once all pieces of its weights have arrived;
 - the size of a piece is the number of elements that vLLM's own loader wrote;
-- memory is reused only when no kernel can refer to it: a packed copy belongs to its kernel.
+- memory is reused only if no kernel can refer to it: a packed copy belongs to its kernel.
 """
 
 from __future__ import annotations
@@ -45,62 +46,62 @@ from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 
-log = init_logger(
-    "vllm.megatron_async_rl.reload"
-)  # below vLLM's own, which alone is shown in its processes
+# A child of vLLM's logger, because vLLM's processes show only messages of that logger.
+log = init_logger("vllm.megatron_async_rl.reload")
 
 
 class Reload(Protocol):
-    """Steps of an update: `begin`, `load` for each bucket, `end`. `keeps`: true if tensors may be
-    held beyond the `load` that brought them."""
+    """Steps of an update: `begin`, `load` for each bucket, `end`. `keeps`: true if the reload may
+    hold a tensor after the `load` that received it."""
 
     keeps: bool
 
     def begin(self) -> None: ...
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load full tensors with their Hugging Face names. Return the names of the loaded
-        parameters."""
+        """Load full tensors with their Hugging Face names. Return the names of the parameters that
+        were loaded."""
         ...
 
     def end(self) -> list[str]:
-        """Return the weights that are known to be incomplete; with any of them the model cannot
-        run."""
+        """End the update. Return the names of weights that are known to be incomplete; the model
+        cannot run with an incomplete weight."""
         ...
 
 
 def reload_of(
     model: torch.nn.Module, model_config: ModelConfig, take: Callable[[Tensor], None]
 ) -> Reload:
-    """Choose the reload of `model`: in place if that is known to be correct for all its layers. The
-    log has the choice and the reason. `take`: called with tensors that are used without a copy.
+    """Return the reload of `model`: in place if that is known to be correct for all its layers.
+    Log the choice, and the reason for vLLM's own reload. `take`: called with each tensor that is
+    used without a copy.
 
-    Raises RuntimeError for a model whose reload by vLLM is known to be wrong.
+    Raises RuntimeError if neither reload is correct for the model.
     """
     obstacle = _obstacle(model)
     if obstacle is None:
-        log.info("new weights are loaded in place")
+        log.info("loading new weights in place")
         return InPlaceReload(model, take)
     if current_platform.is_cpu() and any(
         isinstance(getattr(x, "quant_method", None), FusedMoEMethodBase) for x in model.modules()
     ):
         raise RuntimeError(
-            f"vLLM cannot take new weights of this mixture of experts on a CPU: {obstacle}"
+            "new weights cannot be loaded into this mixture of experts on a CPU, because"
+            f" {obstacle}: run the engines on GPUs, or choose another model"
         )
-    log.info("new weights are loaded by vLLM's layer-wise reload: %s", obstacle)
+    log.info("loading new weights with vLLM's layer-wise reload, because %s", obstacle)
     return LayerwiseReload(model, model_config)
 
 
 def _obstacle(model: torch.nn.Module) -> str | None:
+    """Return the reason why `model` cannot be reloaded in place; None if it can."""
     if current_platform.is_zen_cpu() or not (
         current_platform.is_cpu() or current_platform.is_cuda()
     ):
-        return (
-            f"its kernels on {current_platform.device_name} may keep a weight that was handed to"
-            " them"
-        )
+        return f"its kernels on {current_platform.device_name} may hold copies of a weight"
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
-        if "quant_method" in name.split("."):  # judged with its layer
+        # A module of a layer's quantization method was checked with the layer.
+        if "quant_method" in name.split("."):
             continue
         if is_deferred_attention_layer(layer):
             known = type(layer) is Attention and method is None
@@ -113,13 +114,13 @@ def _obstacle(model: torch.nn.Module) -> str | None:
             known = not callable(getattr(layer, "process_weights_after_loading", None))
         if not known:
             what = f" with {type(method).__name__}" if method is not None else ""
-            return f"{name} is a {type(layer).__name__}{what}"
+            return f"layer {name} is of type {type(layer).__name__}{what}"
     return None
 
 
 class LayerwiseReload:
     """vLLM's own reload. vLLM holds the parts of a layer until the layer is complete, and packs
-    only layers that receive a tensor; `end` packs tied output layers, which receive none."""
+    only layers that receive a tensor. `end` packs tied output layers, which receive no tensor."""
 
     keeps = True
 
@@ -143,7 +144,7 @@ class LayerwiseReload:
 
 
 class InPlaceReload:
-    """Reload into existing memory. An embedding that only looks up rows needs no packed copy: it
+    """Reload into existing memory. An embedding that only looks up rows needs no packed copy; it
     gets one at its first use as a linear layer."""
 
     keeps = False
@@ -165,6 +166,7 @@ class InPlaceReload:
                 self._packed.append(PackedLinear(name, layer, scratch, take))
 
     def begin(self) -> None:
+        # Drop the packed copies of all layers, including those that this update leaves out.
         for layer in self._packed:
             layer.await_pieces()
 
@@ -183,24 +185,25 @@ class InPlaceReload:
 
 
 def loaded_parameters(model: torch.nn.Module) -> frozenset[str]:
-    """Return the names of parameters that receive weights, without those that a quantized layer
-    derived from them."""
-    found = set()
+    """Return the names of the parameters that receive weights. Parameters that a quantized layer
+    derives from its weights are excluded."""
+    names = set()
     for name, _ in model.named_parameters():
         scope, _, own = name.rpartition(".")
         original = get_layerwise_info(model.get_submodule(scope)).restore_metadata[0]
         if not original or own in original:
-            found.add(name)
-    return frozenset(found)
+            names.add(name)
+    return frozenset(names)
 
 
 def tied_layers(model: torch.nn.Module) -> list[Any]:
-    """Return the layers whose `weight` is shared with an earlier layer."""
+    """Return the layers whose `weight` is also that of an earlier layer."""
     owners: set[int] = set()
     tied = []
     for layer in model.modules():
         weight = layer._parameters.get("weight")
-        if weight is None or not weight.numel():  # on a CPU, packing leaves an empty weight behind
+        # On a CPU, packing leaves an empty weight in the layer.
+        if weight is None or not weight.numel():
             continue
         if id(weight) in owners:
             tied.append(layer)
@@ -209,26 +212,26 @@ def tied_layers(model: torch.nn.Module) -> list[Any]:
 
 
 class Scratch:
-    """Reused memory for weights whose pieces are arriving: fresh memory costs more than the
-    copy."""
+    """Memory for weights whose pieces are arriving. It is reused, because allocating new memory
+    takes longer than the copy into it."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
-    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def acquire(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         free = self._free.get((shape, dtype))
         return free.pop() if free else torch.empty(shape, dtype=dtype)
 
-    def give(self, tensor: Tensor) -> None:
+    def release(self, tensor: Tensor) -> None:
         self._free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
 
 
 class AwaitedWeight:
-    """A parameter of `layer` in its original form, instead of the packed form, while its pieces
-    arrive.
+    """A parameter of `layer` that has its original form, instead of the packed form, while its
+    pieces arrive.
 
-    `memory`: allocates memory for the pieces. `take`: called with a tensor that is the whole weight
-    and is used without a copy. `when_full`: called once all pieces have arrived.
+    `memory`: allocates memory for the pieces. `take`: called with a tensor that is the complete
+    weight, and is used without a copy. `when_full`: called once all pieces have arrived.
     """
 
     def __init__(
@@ -245,63 +248,73 @@ class AwaitedWeight:
         self._layer = layer
         self._attribute = attribute
         self._memory = memory
-        self._take_as_it_is = take
+        self._take_whole = take
         self._when_full = when_full
         original = get_layerwise_info(layer).restore_metadata[0][attribute]
         self._shape, self._total = original.shape, original.numel()
-        self._nothing = torch.empty(0, dtype=original.dtype)
-        self.parameter = restore_layer_refs(_like(original, self._nothing), layer)
+        self._empty = torch.empty(0, dtype=original.dtype)
+        self.parameter = restore_layer_refs(_like(original, self._empty), layer)
         self._loader: Callable[..., Any] = self.parameter.weight_loader
         self._signature = inspect.signature(self._loader)
-        self.parameter.weight_loader = self._take
+        self.parameter.weight_loader = self._load_piece
         self._received = 0
-        self._taken: Tensor | None = None
+        """Number of elements received in this update."""
+        self._buffer: Tensor | None = None
+        """Memory for the pieces; None until the first piece that is copied."""
         self._sizes: dict[Hashable, int] = {}
         """Loader's arguments -> number of elements of the piece, measured at its first load."""
 
     def await_pieces(self) -> None:
+        """Replace the packed weight of the layer with this empty parameter."""
         self.release()
         self._received = 0
         self.full = False
         self._layer.register_parameter(self._attribute, self.parameter)
 
     def release(self) -> Tensor | None:
-        """Drop the packed pieces, and return their memory."""
-        self.parameter.data = self._nothing
-        taken, self._taken = self._taken, None
-        return taken
+        """Drop the pieces, and return the memory that they used, if any."""
+        self.parameter.data = self._empty
+        buffer, self._buffer = self._buffer, None
+        return buffer
 
-    def _take(self, *args: Any, **named: Any) -> Any:
+    def _load_piece(self, *args: Any, **named: Any) -> Any:
+        """Load a piece. This is the `weight_loader` that the model calls."""
         bound = self._signature.bind(*args, **named)
         bound.apply_defaults()
         expert = bound.arguments.get("expert_id")
         if expert is not None and self._layer.expert_map_manager.map_global_to_local(expert) < 0:
-            return self._loader(*bound.args, **bound.kwargs)  # another worker has it
+            # The expert belongs to another worker: the loader itself skips it.
+            return self._loader(*bound.args, **bound.kwargs)
         if self.full:
-            raise RuntimeError(f"{self.name} received more than its {self._total} elements")
+            raise RuntimeError(
+                f"the update has more than the {self._total} elements of {self.name}; each of its"
+                " tensors must arrive once"
+            )
         _, piece, *part = bound.arguments.values()
-        # A part may have this shape, too: with two workers, one matrix is as large as a worker's
-        # halves of two matrices.
+        # The shape is not sufficient: with two workers, one complete matrix is as large as a
+        # worker's halves of two matrices.
         whole = all(one is None for one in part)
-        if whole and piece.shape == self._shape and piece.dtype == self._nothing.dtype:
-            self._take_as_it_is(piece)
+        if whole and piece.shape == self._shape and piece.dtype == self._empty.dtype:
+            self._take_whole(piece)
             self.parameter.data = piece
-            answer, size = None, self._total
+            result, size = None, self._total
         else:
-            answer, size = self._load(bound, (piece.shape, *part))
+            result, size = self._copy_piece(bound, (piece.shape, *part))
         self._received += size
         if self._received >= self._total:
             self.full = True
             self._when_full()
-        return answer
+        return result
 
-    def _load(self, bound: inspect.BoundArguments, key: Hashable) -> tuple[Any, int]:
-        if self._taken is None:
-            self._taken = self.parameter.data = self._memory(self._shape, self._nothing.dtype)
+    def _copy_piece(self, bound: inspect.BoundArguments, key: Hashable) -> tuple[Any, int]:
+        """Copy a piece with vLLM's loader. Return the loader's result and the number of elements.
+        `key`: arguments that determine this number."""
+        if self._buffer is None:
+            self._buffer = self.parameter.data = self._memory(self._shape, self._empty.dtype)
         if key in self._sizes:
             return self._loader(*bound.args, **bound.kwargs), self._sizes[key]
-        self._sizes[key], answer = get_numel_loaded(self._loader, bound)
-        return answer, self._sizes[key]
+        self._sizes[key], result = get_numel_loaded(self._loader, bound)
+        return result, self._sizes[key]
 
 
 class PackedLinear:
@@ -312,23 +325,25 @@ class PackedLinear:
     ) -> None:
         self._layer = layer
         self._scratch = scratch
-        self._weight = AwaitedWeight(name, layer, "weight", scratch.take, take, self._pack)
+        self._weight = AwaitedWeight(name, layer, "weight", scratch.acquire, take, self._pack)
         self.weights = (self._weight,)
 
     def await_pieces(self) -> None:
-        self._layer.cpu_linear = None  # its memory is used again
+        # Free the old packed copy before the new one is allocated.
+        self._layer.cpu_linear = None
         self._weight.await_pieces()
 
     def _pack(self) -> None:
         pack_linear(self._layer)
-        taken = self._weight.release()
-        if taken is not None:
-            self._scratch.give(taken)
+        # The packed copy replaces the pieces, so their memory is free.
+        buffer = self._weight.release()
+        if buffer is not None:
+            self._scratch.release(buffer)
 
 
 class PackedExperts:
-    """The experts of one layer, whose kernel packs both weights once. On a CPU, vLLM's own reload
-    leaves them unpacked, and the kernel then reads them as if they were packed."""
+    """Experts of one layer, whose kernel packs both weights once. On a CPU, vLLM's own reload
+    leaves the weights unpacked, and the kernel would read them as if they were packed."""
 
     def __init__(self, name: str, layer: Any, take: Callable[[Tensor], None]) -> None:
         self._layer = layer
@@ -352,6 +367,7 @@ class PackedExperts:
 
 
 def keeps_only_packed(layer: Any) -> bool:
+    """Return True if `layer` is a linear layer whose packed weight is the only copy."""
     if not isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod):
         return False
     return (
@@ -361,6 +377,7 @@ def keeps_only_packed(layer: Any) -> bool:
 
 
 def are_packed_experts(layer: Any) -> bool:
+    """Return True if `layer` has experts that PackedExperts supports."""
     method: Any = getattr(layer, "quant_method", None)
     if (
         type(method) is not UnquantizedFusedMoEMethod
@@ -372,11 +389,15 @@ def are_packed_experts(layer: Any) -> bool:
 
 
 def pack_linear(layer: Any) -> None:
+    """Pack the weight of a linear layer for vLLM's CPU kernel."""
     layer.cpu_linear = None
     layer.quant_method.process_weights_after_loading(layer)
 
 
 def pack_when_used(layer: Any) -> None:
+    """Drop the packed weight of `layer`, and pack the weight again at its next use as a linear
+    layer."""
+
     def packed_now(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         pack_linear(layer)
         output: Tensor = layer.cpu_linear(inputs, weight, bias)
