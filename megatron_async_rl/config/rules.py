@@ -275,13 +275,14 @@ def _admission(config: Config) -> Iterator[str]:
             "flow.oversample requests more groups than a step needs and trains those that finish"
             " first; set flow.selection: windowed"
         )
-    # The staleness bound is ceil(async_ratio); oversampled groups must train within it, too.
+    # Oversampled groups must train within the staleness bound, too.
     if flow.async_ratio + flow.oversample > bound:
+        room = bound - flow.async_ratio
+        # A whole async_ratio leaves no room below its bound, and none leaves room for 1.
+        other = f", or set async_ratio to {bound + (room == 0) - flow.oversample:g}"
         yield (
-            f"flow.oversample: {flow.oversample:g} plus flow.async_ratio: {flow.async_ratio:g} is"
-            f" above the staleness bound, ceil({flow.async_ratio:g}) = {bound}; lower it, or set"
-            " async_ratio to a fraction, such as"
-            f" {bound + 0.5 if flow.async_ratio == bound else bound - 0.5:g}"
+            f"flow.oversample: {flow.oversample:g} exceeds ceil(async_ratio) - async_ratio, which is"
+            f" {room:g}; lower it{other if flow.oversample < 1 else ''}"
         )
     if flow.dynamic_sampling and (flow.group_size == 1 or config.supervised):
         yield (

@@ -47,12 +47,17 @@ def build(
         (
             {"selection": "windowed", "oversample": 0.25, "async_ratio": 2},
             {},
-            r"the staleness bound, ceil\(2\) = 2; .* such as 2.5",
+            "which is 0; lower it, or set async_ratio to 2.75",
         ),
         (
             {"selection": "windowed", "oversample": 0.75, "async_ratio": 0.5},
             {},
-            r"above the staleness bound, ceil\(0.5\) = 1",
+            "which is 0.5; lower it, or set async_ratio to 0.25",
+        ),
+        (
+            {"selection": "windowed", "oversample": 1.5, "async_ratio": 0.5},
+            {},
+            r"which is 0\.5; lower it \[",
         ),
         ({"late": "drop", "async_ratio": 0}, {}, "set async_ratio above 0"),
         (
