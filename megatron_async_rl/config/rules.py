@@ -281,8 +281,8 @@ def _admission(config: Config) -> Iterator[str]:
         # A whole async_ratio leaves no room below its bound, and none leaves room for 1.
         other = f", or set async_ratio to {bound + (room == 0) - flow.oversample:g}"
         yield (
-            f"flow.oversample: {flow.oversample:g} exceeds ceil(async_ratio) - async_ratio, which is"
-            f" {room:g}; lower it{other if flow.oversample < 1 else ''}"
+            f"flow.oversample: {flow.oversample:g} exceeds ceil(async_ratio) - async_ratio, which"
+            f" is {room:g}; lower it{other if flow.oversample < 1 else ''}"
         )
     if flow.dynamic_sampling and (flow.group_size == 1 or config.supervised):
         yield (
