@@ -1,4 +1,5 @@
-"""Settings of the advantage: one small model per estimator, chosen by its `name`."""
+"""Settings of the advantage: one model per estimator, which the configuration selects by its
+`name`."""
 
 from __future__ import annotations
 
@@ -20,39 +21,39 @@ Discount = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class AdvantageSettings(ReadsRatios):
-    """The class attributes are facts about the estimator, for config/objective.py and the
-    rules."""
+    """Base of every estimator's settings. The class attributes are properties of the estimator,
+    which config/objective.py and the rules read."""
 
     method_type: ClassVar[tuple[str, str]] = (
         "an instance of",
         "megatron_async_rl.objectives.method.AdvantageMethod",
     )
     folder: ClassVar[str] = "megatron_async_rl.objectives.advantages"
-    # Facts of the class, read by rules that never test for a method's name.
+    # Class attributes, so that rules also cover plug-ins and never test for a name.
     compares_group: ClassVar[bool] = False
-    """Compares the responses of a group with each other."""
+    """True if the estimator compares the responses of a group with each other."""
     reads_values: ClassVar[bool] = False
-    """Reads the value head's estimates, and makes the returns it learns."""
+    """True if the estimator reads the value head's estimates and computes its target returns."""
 
     @property
     def needs_group(self) -> bool:
-        """Needs at least two responses per prompt."""
+        """True if the estimator needs at least two responses per prompt."""
         return self.compares_group
 
 
 class GrpoAdvantage(AdvantageSettings):
-    """(R - mean) / (std + 1e-6) over the group, unbiased std (arXiv 2402.03300)."""
+    """GRPO (arXiv 2402.03300): (R - mean) / (std + 1e-6) over the group, with the unbiased std."""
 
     method: ClassVar[Any] = "objectives.advantages.per_response:GRPO"
     compares_group: ClassVar[bool] = True
 
     name: Literal["grpo"] = "grpo"
     normalize_std: bool = True
-    """False is Dr.GRPO (arXiv 2503.20783): centre only."""
+    """False gives Dr.GRPO (arXiv 2503.20783), which subtracts the mean and does not divide."""
 
 
 class RlooAdvantage(AdvantageSettings):
-    """R minus the mean of the group's other rewards (arXiv 2402.14740)."""
+    """RLOO (arXiv 2402.14740): R minus the mean of the group's other rewards."""
 
     method: ClassVar[Any] = "objectives.advantages.per_response:RLOO"
     compares_group: ClassVar[bool] = True
@@ -61,7 +62,7 @@ class RlooAdvantage(AdvantageSettings):
 
 
 class OpoAdvantage(AdvantageSettings):
-    """R minus the group's mean reward weighted by response length (arXiv 2505.23585)."""
+    """OPO (arXiv 2505.23585): R minus the group's mean reward, weighted by response length."""
 
     method: ClassVar[Any] = "objectives.advantages.per_response:OPO"
     compares_group: ClassVar[bool] = True
@@ -69,9 +70,9 @@ class OpoAdvantage(AdvantageSettings):
     name: Literal["opo"] = "opo"
 
 
-# Whitened over the batch, so a group of one response is allowed.
+# Whitening is over the batch, so a group of one response is allowed.
 class ReinforcePpAdvantage(AdvantageSettings):
-    """REINFORCE++ (arXiv 2501.03262): the discounted reward to go of each token, whitened over the
+    """REINFORCE++ (arXiv 2501.03262): the discounted reward-to-go of each token, whitened over the
     whole batch."""
 
     method: ClassVar[Any] = "objectives.advantages.discounted:REINFORCE_PP"
@@ -82,8 +83,8 @@ class ReinforcePpAdvantage(AdvantageSettings):
 
 
 class ReinforcePpBaselineAdvantage(AdvantageSettings):
-    """R minus the group's mean, whitened over all trained tokens of the whole batch (arXiv
-    2501.03262)."""
+    """REINFORCE++-baseline (arXiv 2501.03262): R minus the group's mean, whitened over all trained
+    tokens of the whole batch."""
 
     method: ClassVar[Any] = "objectives.advantages.discounted:REINFORCE_PP_BASELINE"
     compares_group: ClassVar[bool] = True
@@ -92,8 +93,8 @@ class ReinforcePpBaselineAdvantage(AdvantageSettings):
 
 
 class GaeAdvantage(AdvantageSettings):
-    """Generalised advantage estimation (arXiv 1506.02438) with the value head of `objective.value`:
-    PPO, A2C."""
+    """Generalised advantage estimation (arXiv 1506.02438) with the value head of `objective.value`,
+    as in PPO and A2C."""
 
     method: ClassVar[Any] = "objectives.advantages.discounted:GAE"
     reads_values: ClassVar[bool] = True
@@ -102,32 +103,34 @@ class GaeAdvantage(AdvantageSettings):
     gamma: Discount = 1.0
     """Discount per trained token."""
     lam: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
-    """0: one-step errors of the value head, least variance; 1: whole returns, least bias."""
+    """Trade-off of bias and variance. 0: one-step temporal differences of the value head, least
+    variance. 1: whole returns, least bias."""
     whiten: bool = True
-    """Mean 0 and variance 1 over all trained tokens of the whole batch."""
+    """Normalise to mean 0 and variance 1 over all trained tokens of the whole batch."""
 
 
-# Baselines of least variance weigh rewards by squared score norms.
+# Minimum-variance baselines weight the rewards by squared score norms.
 class OtbAdvantage(AdvantageSettings):
-    """Optimal token baseline (arXiv 2602.07078): per token, the group's rewards to go averaged with
-    the squared norm of the score so far as weight."""
+    """Optimal token baseline (arXiv 2602.07078). The baseline of a token is the mean of the group's
+    rewards-to-go, weighted by the squared norm of the score up to the token."""
 
     method: ClassVar[Any] = "objectives.advantages.least_variance:OTB"
     compares_group: ClassVar[bool] = True
 
     name: Literal["otb"] = "otb"
     zero_tail: bool = False
-    """Baseline of tokens beyond the second-longest response of a group: 0 (A = the reward) if
-    true, the reward itself (A = 0) if false."""
+    """Baseline of tokens beyond the end of the second-longest response of a group. True: 0, so A is
+    the reward. False: the reward, so A is 0."""
     importance: Literal["token", "sequence"] | None = None
-    """Weights also hold the square of min(pi_prox / pi_behavior, cap), as correction `tis` of this
-    level multiplies the loss by it; null: they do not."""
+    """Level of the importance ratio in the weights: the square of min(pi_prox / pi_behavior, cap),
+    for a loss that correction `tis` of this level multiplies by the ratio. Null: the weights have
+    none."""
     cap: PositiveFloat = 2.0
-    """Largest importance weight; as that of the correction."""
+    """Largest importance ratio; set it to the cap of the correction."""
 
     @property
     def ratios(self) -> frozenset[Ratio]:
-        # Only the importance weight reads a ratio; the score norms need one policy.
+        # Only the importance weight reads a ratio; the score norms depend on a single policy.
         return frozenset({"prox/mu"} if self.importance is not None else ())
 
     @property
@@ -136,26 +139,26 @@ class OtbAdvantage(AdvantageSettings):
 
 
 class OpobAdvantage(AdvantageSettings):
-    """VCPO's minimum-variance off-policy baseline (arXiv 2602.17616): the group's rewards averaged
-    with weights min(w, cap)^2 |s|^2, w = pi / pi_behavior over the sequence, s its score
-    gradient."""
+    """VCPO's minimum-variance off-policy baseline (arXiv 2602.17616): the mean of the group's
+    rewards with weights min(w, cap)^2 |s|^2, where w is pi / pi_behavior of the sequence and s is
+    its score gradient."""
 
     method: ClassVar[Any] = "objectives.advantages.least_variance:OPOB"
     compares_group: ClassVar[bool] = True
 
     name: Literal["opob"] = "opob"
     mode: Literal["exact", "cheap"] = "cheap"
-    """Source of |s|. `exact`: measured, one backward pass per sequence. `cheap`: estimated from
-    the probabilities of the response's tokens, one forward pass."""
+    """Computation of |s|. `exact` measures it with one backward pass per sequence. `cheap`
+    estimates it from the probabilities of the response's tokens in one forward pass."""
     cap: PositiveFloat = 8.0
-    """Mode `cheap`: w is cut to it; as the loss or the correction clips them. `exact` measures what
-    they do."""
+    """Largest w in mode `cheap`; set it to the cap of the loss or correction. Mode `exact` measures
+    the gradient with the loss's and the corrections' own clipping."""
     normalize_std: bool = False
-    """Divide by the group's standard deviation of rewards + 1e-6."""
+    """Divide the advantage by the group's standard deviation of rewards + 1e-6."""
 
     @property
     def ratios(self) -> frozenset[Ratio]:
-        # `exact` measures the loss with its corrections, which declare their own ratios.
+        # `exact` measures the loss with its corrections; these declare their own ratios.
         return frozenset({"pi/mu"} if self.mode == "cheap" else ())
 
     @property
@@ -164,42 +167,43 @@ class OpobAdvantage(AdvantageSettings):
 
 
 class PartialReturnAdvantage(AdvantageSettings):
-    """Partial policy gradients (arXiv 2603.06138), for tasks with rewards per step: a token is
-    credited with the rewards of its own step from the token on, and of some later steps."""
+    """Partial policy gradients (arXiv 2603.06138), for tasks with rewards per step. The return of a
+    token sums the rewards of its own step from the token on and of some later steps."""
 
     method: ClassVar[Any] = "objectives.advantages.partial_return:PARTIAL_RETURN"
 
     name: Literal["partial_return"] = "partial_return"
     horizon: Literal["full", "greedy", "k", "segment"] = "full"
-    """Later steps that count: all; none; the next k - 1; the rest of the block of k steps that the
-    token is in."""
+    """Later steps in the return. `full`: all. `greedy`: none. `k`: the next k - 1. `segment`: the
+    rest of the token's block of k steps."""
     k: PositiveInt | None = None
-    """Steps, for horizons `k` and `segment`."""
+    """Number of steps; required by horizons `k` and `segment`, and refused with the others."""
     step: Literal["turn", "token"] = "turn"
-    """Unit of a step: a run of trained tokens between environment tokens, or one trained token."""
+    """Unit of a step. `turn`: the trained tokens between two stretches of environment tokens.
+    `token`: one trained token."""
     gamma: Discount = 1.0
     """Discount per step."""
     baseline: Literal["none", "group"] = "group"
-    """`group`: minus the mean over the group's responses at the same step."""
+    """Baseline of the return. `group`: the mean over the group's responses at the same step."""
 
     @property
     def needs_group(self) -> bool:
-        # Depends on a setting, so it is a property and not a class attribute.
+        # The need depends on a setting, so it is a property and not a class attribute.
         return self.baseline == "group"
 
     @model_validator(mode="after")
-    def _k_where_it_means_something(self) -> PartialReturnAdvantage:
-        # A `k` that another horizon ignores would be lost silently.
+    def _require_k_with_its_horizons(self) -> PartialReturnAdvantage:
+        # The other horizons would ignore `k` silently.
         if (self.horizon in ("k", "segment")) != (self.k is not None):
             raise ValueError(
-                f"k goes with horizon: k or horizon: segment; got horizon={self.horizon},"
-                f" k={self.k}"
+                f"k is for horizon: k and horizon: segment, which need it; got"
+                f" horizon={self.horizon}, k={self.k}"
             )
         return self
 
 
 class NoAdvantage(AdvantageSettings):
-    """The reward itself, without a baseline; the default of losses that read no advantage, such as
+    """The reward without a baseline. It is the default with losses that read no advantage, such as
     `sft`."""
 
     method: ClassVar[Any] = "objectives.advantages.per_response:NO_BASELINE"
@@ -221,11 +225,11 @@ Advantage = Annotated[
             PartialReturnAdvantage,
             NoAdvantage,
         ],
-        # The discriminator makes an unknown name one error, not one per member.
+        # With a discriminator pydantic reports an unknown name once, not once per member.
         Field(discriminator="name"),
     ],
     or_plug_in(AdvantageSettings),
     BeforeValidator(bare_name),
-    # A plug-in has fields of its own, which the stored configuration must keep.
+    # The stored configuration must keep a plug-in's own fields.
     SerializeAsAny(),
 ]

@@ -1,7 +1,7 @@
-"""Names that users of other libraries look for, and what each is here. One table.
+"""Table of names in other libraries and their equivalents here.
 
-A method is given as the overrides that make it, a key as the keys to use instead; a note states
-what this project does not do. Tests load every override and find every key.
+An entry for a method has the overrides that select it, an entry for a key has the equivalent keys,
+and a note names features that this project lacks. Tests load every override and look up every key.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Alias:
-    """`overrides`: dotted.key=value, together the method. `keys`: dotted keys that do the same.
-    `note`: what else there is to know, or why there is neither."""
+    """One entry of the table.
+
+    `overrides`: dotted.key=value; together they select the method. `keys`: equivalent dotted keys.
+    `note`: further information, or the reason why an entry has neither overrides nor keys.
+    """
 
     overrides: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
@@ -27,7 +30,7 @@ class Alias:
         return self.note
 
 
-# Entries that several libraries spell differently are written once.
+# Entries with several spellings are written once.
 _GRPO = Alias(
     overrides=("objective.advantage=grpo", "objective.loss=ppo_clip"), note="both are the defaults"
 )
@@ -43,23 +46,23 @@ _REINFORCE_PP = Alias(overrides=("objective.advantage=reinforce_pp", "objective.
 _TIS = Alias(overrides=("objective.proximal=recompute", "objective.corrections=[tis]"))
 _LORA = Alias(keys=("policy.lora",), note="adapters; `policy.lora={}` takes all defaults")
 _TARGETS = Alias(keys=("policy.lora.targets",))
-# Features that do not exist here are listed, too: silence would suggest a typing error.
-_PAIRS = Alias(note="it learns from pairs of responses, which is not supported")
+# Missing features are listed, too: otherwise their names would be reported as misspelled.
+_PAIRS = Alias(note="training on pairs of responses is not supported")
 _RANKS = Alias(keys=("policy.parallel.ranks",), note="and `rollout.engines` for the engines")
 _PROMPTS = Alias(
-    keys=("flow.prompts_per_step",), note="in prompts; each has `flow.group_size` responses"
+    keys=("flow.prompts_per_step",), note="number of prompts, each with `flow.group_size` responses"
 )
 _MICRO_BATCH = Alias(
-    keys=("policy.tokens_per_micro_batch",), note="in tokens; it changes no gradient"
+    keys=("policy.tokens_per_micro_batch",), note="in tokens; gradients do not depend on it"
 )
 _MINIBATCH = Alias(
-    keys=("objective.minibatches",), note="their number, not a size: each is an optimizer step"
+    keys=("objective.minibatches",), note="a number, not a size: each is one optimizer step"
 )
 _EPOCHS = Alias(keys=("objective.epochs",), note="number of passes over each batch")
-_GROUP = Alias(keys=("flow.group_size",), note="responses of one prompt")
+_GROUP = Alias(keys=("flow.group_size",), note="responses per prompt")
 _STEPS = Alias(keys=("run.steps",), note="batches; epochs over the prompts are not counted")
 _STALENESS = Alias(
-    keys=("flow.async_ratio",), note="in versions; no sample is older when it is trained on"
+    keys=("flow.async_ratio",), note="largest staleness of a trained sample, in weight versions"
 )
 _CLIP = Alias(keys=("objective.loss.clip_low", "objective.loss.clip_high"))
 _KL = Alias(keys=("objective.kl.coef",))
@@ -77,24 +80,23 @@ _ENVIRONMENT = Alias(keys=("rollout.environment",), note="module:factory, or an 
 _TURNS = Alias(keys=("rollout.environment.max_turns",))
 _GROUP_REWARD = Alias(
     keys=("rollout.reward.per",),
-    note="group, and a function(prompt, responses) that returns a number for each",
+    note="per: group, with a function(prompt, responses) that returns a number for each response",
 )
 _EXPERT_TENSOR = Alias(
     keys=("policy.parallel.expert",),
-    note=(
-        "each expert stays whole on one rank; dividing one over tensor-parallel ranks is not"
-        " supported"
-    ),
+    note=("each expert stays whole on one rank: expert tensor parallelism is not supported"),
 )
 _TRACKERS = Alias(
     keys=("observe.trackers",),
-    note="a list such as [wandb]; offline by the tracker's own variable, WANDB_MODE=offline",
+    note="a list such as [wandb]; for offline mode set the tracker's variable, WANDB_MODE=offline",
 )
 _REPLAY = Alias(keys=("policy.routing_replay",))
-_TENSOR = Alias(keys=("policy.parallel.tensor", "rollout.tensor"), note="policy, and engines")
+_TENSOR = Alias(
+    keys=("policy.parallel.tensor", "rollout.tensor"), note="for the policy and the engines"
+)
 _PIPELINE = Alias(keys=("policy.parallel.pipeline", "rollout.pipeline"), note=_TENSOR.note)
 
-# Lower case with underscores: `alias_fix` writes the name that it looks up so.
+# Names are in lower case with underscores: `alias_fix` converts a name before the look-up.
 ALIASES = {
     # Methods.
     "grpo": _GRPO,
@@ -114,7 +116,7 @@ ALIASES = {
     "reinforce_plus_plus": _REINFORCE_PP,
     "truncated_is": _TIS,
     "truncated_importance_sampling": _TIS,
-    # Named here so that the reader learns that there is no key to find.
+    # Unsupported methods, listed so that their names get an explanation.
     "dpo": _PAIRS,
     "kto": _PAIRS,
     "peft": _LORA,
@@ -156,7 +158,7 @@ ALIASES = {
     "lr_warmup_steps": Alias(keys=("policy.optimizer.warmup_steps",)),
     "warmup_ratio": Alias(keys=("policy.optimizer.warmup_steps",), note="in steps"),
     # Batches.
-    # Libraries count these in prompts or in responses; the note names the unit.
+    # Libraries count these in prompts or in responses, so the note names the unit.
     "batch_size": _PROMPTS,
     "train_batch_size": _PROMPTS,
     "global_batch_size": _PROMPTS,
@@ -191,7 +193,9 @@ ALIASES = {
     "max_new_tokens": _RESPONSE,
     "max_response_length": _RESPONSE,
     "max_completion_length": _RESPONSE,
-    "max_prompt_length": Alias(keys=("data.max_prompt_tokens",), note="longer ones are left out"),
+    "max_prompt_length": Alias(
+        keys=("data.max_prompt_tokens",), note="longer prompts are left out"
+    ),
     "max_model_len": _CONTEXT,
     "max_seq_len": _CONTEXT,
     "max_seq_length": _CONTEXT,
@@ -203,7 +207,7 @@ ALIASES = {
     "dataset_name": _TRAIN,
     "prompt_data": _TRAIN,
     "train_files": _TRAIN,
-    "val_files": Alias(keys=("data.eval",), note="a file or folder; several are eval.sets"),
+    "val_files": Alias(keys=("data.eval",), note="a file or folder; list several as eval.sets"),
     "input_key": Alias(keys=("data.prompt_key",)),
     "label_key": Alias(keys=("data.answer_key",)),
     "tool_key": Alias(keys=("data.tools_key",)),
@@ -218,10 +222,10 @@ ALIASES = {
     "rm_type": _REWARD,
     "rm_url": Alias(keys=("rollout.reward.settings",), note="url, with `rollout.reward.name` http"),
     "reward_weights": Alias(
-        keys=("rollout.reward.parts.NAME.weight",), note="each part has a name of your own"
+        keys=("rollout.reward.parts.NAME.weight",), note="NAME is any name that you choose"
     ),
     "reward_fn_key": Alias(
-        keys=("rollout.reward.parts.NAME.where",), note="columns, and the values they have"
+        keys=("rollout.reward.parts.NAME.where",), note="a mapping of columns to values"
     ),
     "group_rm": _GROUP_REWARD,
     "environment_factory": _ENVIRONMENT,
@@ -231,7 +235,7 @@ ALIASES = {
     "max_assistant_turns": _TURNS,
     "max_tool_calling_iterations": _TURNS,
     "tool_config_path": Alias(
-        keys=("rollout.environment.settings",), note="an environment brings its own tools"
+        keys=("rollout.environment.settings",), note="an environment defines its own tools"
     ),
     "filter_overlong_prompts": Alias(keys=("data.max_prompt_tokens",)),
     # Machines.
@@ -259,6 +263,6 @@ ALIASES = {
 
 
 def alias_fix(name: str) -> str | None:
-    """The meaning of `name` here, as text; null for a name that is not in the table."""
+    """Return the fix for `name`, a name of another library; None if the table lacks it."""
     alias = ALIASES.get(name.lower().replace("-", "_"))
     return alias.fix(name) if alias is not None else None

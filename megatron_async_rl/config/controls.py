@@ -1,5 +1,5 @@
-"""Settings of the gradient controls: one small model per control, chosen by its
-`name`."""
+"""Settings of the gradient controls: one model per control, which the configuration selects by
+its `name`."""
 
 from __future__ import annotations
 
@@ -23,34 +23,35 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ControlSettings(ReadsRatios):
-    """The class attributes are facts about the control, for config/rules.py."""
+    """Base of every control's settings. The class attributes are properties of the control, which
+    config/rules.py reads."""
 
     method_type: ClassVar[tuple[str, str]] = (
         "a subclass of",
         "megatron_async_rl.controls.decision.Control",
     )
     folder: ClassVar[str] = "megatron_async_rl.controls"
-    # Facts of the class, so that rules cover plug-ins and never test for a name.
+    # Class attributes, so that rules also cover plug-ins and never test for a name.
     sets_beta1: ClassVar[bool] = False
-    """Decides Adam's beta1; two of them would overrule each other."""
+    """True if the control sets Adam's beta1. Two such controls would override each other."""
     scales_lr: ClassVar[bool] = False
-    """Multiplies the learning rate."""
+    """True if the control multiplies the learning rate."""
     judges_alignment: ClassVar[bool] = False
-    """Is GAC, or does what it does by other means."""
+    """True if the control acts on the cosine of consecutive gradients, as GAC does."""
     needs_sampled: ClassVar[bool] = False
-    """Reads pi / mu, whatever its settings; given responses have none."""
+    """True if the control reads pi / mu with any settings. Given responses have no such ratio."""
     needs_past_weights: ClassVar[bool] = False
-    """Looks at the weights that sampled the batch; `objective.snapshots` versions of them are
-    kept."""
+    """True if the control reads the weights that sampled the batch. The run keeps
+    `objective.snapshots` versions of them."""
 
     @property
     def ratios(self) -> frozenset[Ratio]:
-        # Reading pi / mu is what makes a control need sampled responses.
+        # A control needs sampled responses because it reads pi / mu.
         return frozenset({"pi/mu"} if self.needs_sampled else ())
 
     @property
     def fresh_steps(self) -> int:
-        """Optimizer steps that a run begins with synchronously for this control."""
+        """Number of synchronous optimizer steps that this control needs at the start of a run."""
         return 0
 
 
@@ -59,13 +60,13 @@ class CalibrateConfig(Strict):
     run are synchronous."""
 
     steps: PositiveInt = 32
-    """Cosines to collect. Until there are as many, every gradient is kept."""
+    """Number of cosines to collect. Gradients are unchanged until the calibration is complete."""
     quantile: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
-    """c_low becomes this quantile of them."""
+    """Quantile of these cosines that becomes c_low."""
 
 
-def _never_turned_back(c_low: float) -> float:
-    # Orthogonal is the least that a projection may leave.
+def _not_reversed(c_low: float) -> float:
+    # A projection may at most make the gradient orthogonal to its predecessor.
     if c_low < 0.0:
         raise ValueError(
             "must be at least 0: projecting to a negative cosine would turn the gradient against"
@@ -75,35 +76,37 @@ def _never_turned_back(c_low: float) -> float:
 
 
 class AlignmentSettings(ControlSettings):
-    """Thresholds on the cosine of consecutive gradients. They and the exact projection are this
-    project's own."""
+    """Thresholds on the cosine of consecutive gradients. The thresholds and the exact projection
+    are this project's own."""
 
     judges_alignment: ClassVar[bool] = True
 
-    c_low: Annotated[float, AfterValidator(_never_turned_back), Field(lt=1.0)] = 0.15
+    c_low: Annotated[float, AfterValidator(_not_reversed), Field(lt=1.0)] = 0.15
     """Cosine up to which the gradient is unchanged; at least 0. `calibrate` replaces it."""
     c_high: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Cosine above which the step is skipped; null never skips. At least 0.7 is advised: low
-    values deadlock."""
+    """Cosine above which the step is skipped; null never skips. Use at least 0.7: with low values
+    training deadlocks."""
     target: Literal["threshold", "zero"] = "threshold"
-    """Project to cosine c_low exactly, or remove the aligned component."""
+    """Projection of the gradient. `threshold`: to a cosine of exactly c_low. `zero`: the aligned
+    component is removed."""
     reference: Literal["raw", "applied"] = "raw"
-    """Form of the previous gradient to compare with: as computed, or as applied."""
+    """Gradient to compare with. `raw`: that of the previous step as computed, also after a skip.
+    `applied`: the last applied gradient, after its projection."""
     max_consecutive_skips: PositiveInt = 4
-    """A skip freezes the weights, so the next gradient is as aligned; after this many the step is
-    projected instead."""
+    """Number of consecutive skips after which the step is projected instead: a skip does not change
+    the weights, so the next gradient is equally aligned."""
     calibrate: CalibrateConfig | None = None
-    """Null: c_low is the number above."""
+    """Calibration of c_low; null uses the value of `c_low`."""
     reference_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
     """Number format of the stored previous gradient: 4, 2 or about 1 byte per parameter. The
     cosine changes by at most 0.002 (bf16) or 0.06 (fp8), and usually by far less."""
     reference_offload: Literal["none", "cpu"] = "none"
-    """`cpu` keeps it in page-locked host memory, copied during the optimizer's step; on a CPU it
-    changes nothing."""
+    """Memory of the stored gradient. `cpu` keeps it in page-locked host memory and copies it during
+    the optimizer step; it has no effect on a CPU."""
 
     @property
     def fresh_steps(self) -> int:
-        # A cosine compares two gradients, so n cosines need n + 1 steps.
+        # A cosine needs two gradients, so n cosines need n + 1 steps.
         return self.calibrate.steps + 1 if self.calibrate is not None else 0
 
     @model_validator(mode="after")
@@ -117,18 +120,18 @@ class AlignmentSettings(ControlSettings):
 
 
 class GacControl(AlignmentSettings):
-    """Gradient alignment control (arXiv 2603.01501). Thresholds and the exact projection are this
-    project's own."""
+    """Gradient alignment control (arXiv 2603.01501). The thresholds and the exact projection are
+    this project's own."""
 
     method: ClassVar[Any] = "controls.gac:Gac"
 
     name: Literal["gac"] = "gac"
 
 
-# Null baselines change one effect of a control and leave out the mechanism.
+# Null baselines reproduce one effect of a control without its mechanism.
 class MatchedNormControl(AlignmentSettings):
-    """Null baseline of gac, with gac's settings: shortens the gradient as gac would, without
-    changing its direction."""
+    """Null baseline of gac, with gac's settings: scales the gradient to the norm that gac would
+    leave, without a change of direction."""
 
     method: ClassVar[Any] = "controls.gac:MatchedNorm"
 
@@ -136,15 +139,15 @@ class MatchedNormControl(AlignmentSettings):
 
 
 class MatchedLrControl(ControlSettings):
-    """Null baseline of any control: scales the learning rate so that the mean update norm equals
-    that control's. Logs `update/norm`, at the cost of one more pass over Adam's state."""
+    """Null baseline of any control: scales the learning rate such that the mean update norm equals
+    that of the control. Logs `update/norm`, at the cost of one more pass over Adam's state."""
 
     method: ClassVar[Any] = "controls.gac:MatchedLr"
     scales_lr: ClassVar[bool] = True
 
     name: Literal["matched_lr"] = "matched_lr"
     target_update_norm: PositiveFloat
-    """Mean `update/norm` of the control's run, which logs it with
+    """Mean `update/norm` of a run with the control and with
     policy.optimizer.log_update_norm: true."""
 
 
@@ -160,8 +163,8 @@ class Beta1Control(ControlSettings):
 
 
 class MomentumByAlignmentControl(ControlSettings):
-    """Lowers Adam's beta1 linearly while the gradient is aligned with the optimizer's direction (a
-    method of this project)."""
+    """Lowers Adam's beta1 linearly in the alignment of the gradient with the optimizer's direction
+    (a method of this project)."""
 
     method: ClassVar[Any] = "controls.momentum_by_alignment:MomentumByAlignment"
     sets_beta1: ClassVar[bool] = True
@@ -170,13 +173,13 @@ class MomentumByAlignmentControl(ControlSettings):
     against: Literal["momentum", "last_update"] = "momentum"
     """Direction to compare the gradient with: Adam's first moment, or the negated last update."""
     c_low: Cosine = 0.1
-    """Cosine up to which beta1 is beta1_max."""
+    """Cosine at and below which beta1 is beta1_max."""
     c_high: Annotated[float, Field(gt=-1.0, le=1.0)] = 0.6
-    """Cosine from which beta1 is beta1_min."""
+    """Cosine at and above which beta1 is beta1_min."""
     beta1_min: Decay = 0.0
     """Smallest beta1."""
     beta1_max: Decay | None = None
-    """Largest beta1; null: policy.optimizer.betas[0]."""
+    """Largest beta1; null uses policy.optimizer.betas[0]."""
 
     @model_validator(mode="after")
     def _ordered(self) -> MomentumByAlignmentControl:
@@ -191,8 +194,8 @@ class MomentumByAlignmentControl(ControlSettings):
 
 
 class EssLrControl(ControlSettings):
-    """Learning rate by effective sample size (VCPO, arXiv 2602.17616): lr x rule(min(1, (ESS / B) /
-    reference_ratio))."""
+    """Scales the learning rate by the effective sample size (VCPO, arXiv 2602.17616): lr x
+    rule(min(1, (ESS / B) / reference_ratio))."""
 
     method: ClassVar[Any] = "controls.ess_lr:EssLr"
     scales_lr: ClassVar[bool] = True
@@ -200,12 +203,12 @@ class EssLrControl(ControlSettings):
 
     name: Literal["ess_lr"] = "ess_lr"
     rule: Literal["sqrt", "linear"] = "sqrt"
-    """Square root of the relative ESS, or the relative ESS itself."""
+    """Function of the relative ESS: its square root (`sqrt`), or the relative ESS (`linear`)."""
     reference_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = 1.0
-    """ESS / B at which the learning rate is not reduced; `auto`: the mean over the run's on-policy
-    steps so far."""
+    """ESS / B at and above which the learning rate is not reduced; `auto` uses the mean over the
+    run's on-policy steps so far."""
     floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Smallest factor."""
+    """Smallest factor of the learning rate."""
     use_truncated: bool = False
     """Truncate each sequence's weight to `cap` before the ESS is computed."""
     cap: PositiveFloat = 8.0
@@ -217,9 +220,9 @@ class EssLrControl(ControlSettings):
 
 
 class DisplacementControl(ControlSettings):
-    """Experimental method of this project: removes from the optimizer's update the component along
-    the displacement of the weights since they sampled the batch. Keeps `objective.snapshots`
-    versions of the weights."""
+    """Experimental method of this project: removes the component of the optimizer's update along
+    the displacement, the change of the weights since the version that sampled the batch. The run
+    keeps `objective.snapshots` versions of the weights."""
 
     method: ClassVar[Any] = "controls.displacement:Displacement"
     needs_past_weights: ClassVar[bool] = True
@@ -228,14 +231,16 @@ class DisplacementControl(ControlSettings):
     c_low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Cosine of update and displacement up to which the update is unchanged."""
     target: Literal["threshold", "zero"] = "zero"
-    """Shrink the component along the displacement until the cosine is c_low, or remove it."""
+    """Projection of the update. `threshold`: the component along the displacement is reduced until
+    the cosine is c_low. `zero`: the component is removed."""
     tolerated_kl: Annotated[float, Field(ge=0.0)] = 0.0
-    """Divergence from the sampling policy, `ratio/kl_k2`, up to which nothing is removed; above it,
-    the share 1 - tolerated_kl / divergence is removed. 0 always removes all of it."""
+    """Divergence from the sampling policy, `ratio/kl_k2`, up to which the update is unchanged;
+    above it, the share 1 - tolerated_kl / divergence of the component is removed. 0 always removes
+    all of it."""
 
     @property
     def ratios(self) -> frozenset[Ratio]:
-        # The divergence is estimated from pi / mu only where it is compared.
+        # Only a positive tolerated_kl needs the divergence, which is estimated from pi / mu.
         return frozenset({"pi/mu"} if self.tolerated_kl > 0.0 else ())
 
 
@@ -254,6 +259,6 @@ ControlConfig = Annotated[
     ],
     or_plug_in(ControlSettings),
     BeforeValidator(bare_name),
-    # A plug-in has fields of its own, which the stored configuration must keep.
+    # The stored configuration must keep a plug-in's own fields.
     SerializeAsAny(),
 ]

@@ -1,4 +1,4 @@
-"""The schema of data: files and their columns, mixtures, chat options, filters."""
+"""Settings of the data: files and their columns, mixtures, chat options and filters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_async_rl.config.settings_model import OnlyJson, Strict, TextOrFile
 DataColumn = Annotated[str, Field(min_length=1)]
 TOOLS_COLUMN = "tools"
 
-# A user's value for these would change what the loss is computed on.
+# A user's value for these would change the tokens that the loss is computed on.
 OWN_TEMPLATE_OPTIONS = (
     "add_generation_prompt",
     "continue_final_message",
@@ -23,12 +23,12 @@ OWN_TEMPLATE_OPTIONS = (
     "conversation",
     "chat_template",
 )
-"""Arguments of a rendering that this project sets itself."""
+"""Arguments of a chat template's rendering that this project sets itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataColumns:
-    """The columns of one file. `messages`: of chat messages; null where `prompt` is read."""
+    """Columns of one file. `messages`: column of chat messages; None if `prompt` is read."""
 
     prompt: str = "prompt"
     answer: str | None = None
@@ -36,28 +36,28 @@ class DataColumns:
     tools: str | None = TOOLS_COLUMN
     system_prompt: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Further ones, with the value that each row has in them."""
+    """Constant columns that are added to every row: name -> value."""
 
 
 class FileConfig(Strict):
-    """One file or folder of data, and its columns where they are not those of `data`."""
+    """One file or folder of data, and its columns if they differ from those of `data`."""
 
     path: Path
     """File or folder, as in data.train."""
     prompt_key: DataColumn | None = None
-    """Null: data.prompt_key, unless messages_key is given here."""
+    """Column of the prompt; null uses data.prompt_key, unless messages_key is set here."""
     answer_key: DataColumn | None = None
-    """Null: data.answer_key."""
+    """Column of the answer; null uses data.answer_key."""
     messages_key: DataColumn | None = None
-    """Null: data.messages_key, unless prompt_key is given here."""
+    """Column of chat messages; null uses data.messages_key, unless prompt_key is set here."""
     tools_key: DataColumn | None = None
-    """Null: data.tools_key."""
+    """Column of the functions' schemas; null uses data.tools_key."""
     system_prompt: str | None = None
-    """Null: data.system_prompt."""
+    """System message; null uses data.system_prompt."""
     # They become fields of samples, which the log writes as JSON.
     fields: Annotated[Mapping[str, Any], OnlyJson] = {}
-    """Columns that each of its rows is given, such as `{kind: math}`: for rewards, and for the
-    `where` of a part of the reward."""
+    """Columns that are added to each row of the file, such as `{kind: math}`, for rewards and for
+    the `where` of a part of the reward."""
 
     @model_validator(mode="after")
     def _one_column(self) -> FileConfig:
@@ -73,10 +73,10 @@ class SourceConfig(FileConfig):
     """One source of a mixture."""
 
     name: DataColumn | None = None
-    """Prefix of the ids of its prompts; null: the file's or folder's name."""
+    """Prefix of the prompts' ids; null uses the name of the file or folder."""
     weight: PositiveFloat = 1.0
-    """Relative share of the prompts: weight / sum of weights. The next prompt always comes from
-    the source that is furthest behind its share."""
+    """Relative share of the prompts: weight / sum of weights. Each prompt is taken from the source
+    that is furthest behind its share."""
 
     @property
     def label(self) -> str:
@@ -87,16 +87,17 @@ class DataConfig(Strict):
     """Training and held-out prompts."""
 
     train: Path | None = None
-    """JSONL, JSON (a list), Parquet or CSV, by its ending; a folder or a pattern such as
-    `data/train-*.parquet` of them; `hf://datasets/OWNER/NAME[@REVISION]/PATH`, or a whole data
-    set's split, `hf://datasets/OWNER/NAME[@REVISION][#SPLIT]`, for training `train` where none is
-    named. Each row has a prompt and whatever the reward reads; with `loss: sft` a response and
-    optionally a `weight`. Null: `sources`."""
+    """Training prompts. A file of JSONL, JSON (a list), Parquet or CSV, by its extension; a folder
+    of such files, or a pattern such as `data/train-*.parquet`; a file on the Hugging Face Hub,
+    `hf://datasets/OWNER/NAME[@REVISION]/PATH`; or a whole split of a data set,
+    `hf://datasets/OWNER/NAME[@REVISION][#SPLIT]`, by default the split `train`. Each row has a
+    prompt and the columns that the reward reads; with `loss: sft` a response and optionally a
+    `weight`. Null: `sources`."""
     sources: tuple[SourceConfig, ...] = ()
-    """A mixture that replaces `train`."""
+    """Sources of a mixture, instead of `train`."""
     eval: Path | None = None
-    """Held-out prompts, as `train`, with `loss: sft` and their responses; several sets are
-    `eval.sets`."""
+    """Held-out prompts, in the formats of `train`; with `loss: sft` their rows have responses. Name
+    several sets as `eval.sets`."""
     shuffle: bool = True
     """Shuffle each source in every epoch, by the seed."""
     prompt_key: DataColumn = "prompt"
@@ -106,44 +107,45 @@ class DataConfig(Strict):
     """Column that becomes `answer`, which rewards read; with `loss: sft` it becomes `response`.
     Null: columns keep their names."""
     messages_key: DataColumn | None = None
-    """Column of chat messages, in place of prompt_key. With `loss: sft` they are whole
-    conversations: the loss is on the assistant's messages, except for those with `train: false` or
-    `weight: 0`."""
+    """Column of chat messages, instead of prompt_key. With `loss: sft` each row has a whole
+    conversation, and the loss is on the assistant's messages, except for those with `train: false`
+    or `weight: 0`."""
     tools_key: DataColumn | None = TOOLS_COLUMN
-    """Column of JSON schemas of the functions that a row's chat messages may call, a list or its
-    JSON, which the chat template is given. Rows may lack the column `tools`, but not one of another
-    name. Null: none is read."""
+    """Column of the JSON schemas of the functions that a row's chat messages may call, a list or
+    its JSON text; the chat template gets them. The column `tools` is optional; a column of another
+    name is required in each row. Null: no schemas are read."""
     system_prompt: str | None = None
-    """System message that is prepended to messages without one."""
+    """System message that is prepended to messages without a system message."""
     as_chat: bool = False
-    """True makes a text prompt one message of the user, which the chat template renders; false
-    gives the model the text unchanged. A response to a chat (`loss: sft`) ends with the
-    template's end of a turn, and one to plain text with the tokenizer's end of sequence."""
+    """True turns a text prompt into a user message, which the chat template renders; false passes
+    the text to the model unchanged. With `loss: sft` a response to a chat ends with the template's
+    end of a turn, and a response to plain text with the tokenizer's end of sequence."""
     chat_template: TextOrFile | None = None
-    """Chat template: a Jinja file or the template itself; null: the model's."""
+    """Chat template: a Jinja file, or the text of the template; null uses the model's."""
     chat_template_options: Mapping[str, Any] = {}
     """Variables of the template, such as `enable_thinking: false`."""
     max_prompt_tokens: PositiveInt | None = None
-    """Longer prompts are left out, and counted in the plan and the log; null: a prompt that leaves
-    no room for a response is an error."""
+    """Largest number of prompt tokens. Longer prompts are left out and counted in the plan and the
+    log. Null: a prompt that leaves no room for a response is an error."""
     max_tokens: PositiveInt | None = None
-    """Longest row with `loss: sft`, in tokens of prompt, response and end-of-sequence together.
-    Longer rows are left out and counted in the plan and the log. Null: a row that exceeds the
-    model's context or a micro-batch is an error."""
+    """Largest number of tokens of a row with `loss: sft`: prompt, response and end of sequence
+    together. Longer rows are left out and counted in the plan and the log. Null: a row that exceeds
+    the model's context or a micro-batch is an error."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> DataConfig:
-        # Exactly one of the two.
+        # Exactly one of the two is set.
         if (self.train is None) == (not self.sources):
             raise ValueError(
-                "data.train (one file or folder) or data.sources (a mixture): give one of them"
+                "needs either data.train (a file or folder) or data.sources (a mixture); set one of"
+                " them"
             )
         # Labels prefix the ids of prompts, which must be unique in a run.
         labels = [source.label for source in self.sources]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
             raise ValueError(
-                f"data.sources: two are called {twice[0]}; give each a `name` of its own"
+                f"data.sources: two sources are called {twice[0]}; give each its own `name`"
             )
         if self.messages_key is not None and self.prompt_key != "prompt":
             raise ValueError(
@@ -159,12 +161,12 @@ class DataConfig(Strict):
 
     @property
     def training(self) -> tuple[SourceConfig, ...]:
-        """The mixture; `train` alone is a mixture of one."""
-        # One path through the code for one file and for a mixture.
+        """Sources of the mixture; with `train` a single source."""
+        # A single file is a mixture of one, so that the code has one path for both.
         return self.sources if self.train is None else (SourceConfig(path=self.train),)
 
     def columns(self, file: FileConfig) -> DataColumns:
-        """Columns of `file`; those it does not name are the ones of `data`."""
+        """Return the columns of `file`. Columns that `file` does not name are those of `data`."""
         messages = file.messages_key
         # A file that names its own prompt column does not inherit the message column.
         if messages is None and file.prompt_key is None:

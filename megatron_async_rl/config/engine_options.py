@@ -1,5 +1,5 @@
-"""Arguments of vLLM's engine that a user may not set in `rollout.vllm`: those that another key
-sets, and those that would break what the system does with an engine. All others are vLLM's affair.
+"""Arguments of vLLM's engine that `rollout.vllm` refuses: those that another key sets, and those
+that break an assumption of this system about its engines. All others are passed to vLLM.
 """
 
 from __future__ import annotations
@@ -30,45 +30,47 @@ OWNED: Mapping[str, str] = {
     "num_gpu_blocks_override": "rollout.gpu_memory_utilization (on the CPU rollout.kv_cache_gib)",
     "enable_return_routed_experts": "policy.routing_replay",
     "aux_output_config": "policy.routing_replay",
-    "enable_sleep_mode": "rollout.placement (colocated has it on)",
-    "skip_tokenizer_init": "rollout.sampling (texts to stop at or to avoid need the tokenizer)",
+    "enable_sleep_mode": "rollout.placement (colocated enables it)",
+    "skip_tokenizer_init": "rollout.sampling (stop and bad_words need the tokenizer)",
     "override_generation_config": "rollout.sampling",
     "generation_config": "rollout.sampling",
     "enable_fault_tolerance": "rollout.restarts_per_hour",
     "fault_tolerance_config": "rollout.restarts_per_hour",
 }
-"""Argument -> our key for it."""
+"""Argument -> the key of this project that sets it."""
 
-_WEIGHTS = "the code that loads new weights and takes their digests does not support it"
+_WEIGHTS = "the code that loads new weights and computes their digests does not support it"
 _MODEL = "policy and engines must have the same model, that of the files in model.path"
 _COPIES = (
-    "vLLM's data parallelism puts engines behind its own coordinator: set rollout.engines, which"
-    " are filled, updated and restarted one by one"
+    "vLLM's data parallelism has its own coordinator, and this system fills, updates and restarts"
+    " engines one by one: set rollout.engines instead"
 )
 _ONE_MACHINE = (
-    "an engine's workers are processes of one machine, and this is set for them; rollout.tensor and"
-    " rollout.pipeline set their number, and rollout.engines may be on any machine"
+    "an engine's workers run on one machine, and this system sets the argument for them;"
+    " rollout.tensor and rollout.pipeline set their number, and rollout.engines may be on any"
+    " machine"
 )
 _CONTEXT = (
-    "weights are updated over workers of rollout.tensor and rollout.pipeline: raise one of these"
+    "weight updates address the workers of rollout.tensor and rollout.pipeline: raise one of these"
 )
 _EXPERTS = (
     "enable_expert_parallel divides whole experts over the workers of rollout.tensor, and a"
-    " weight update expects each of them there: they must not move or be duplicated"
+    " weight update expects each expert on its worker: experts must not move or be duplicated"
 )
 _LOGPROBS = "the log-probs of sampled tokens must be those of the policy's own distribution"
-_PREFIX = "it is on, and no response begins with cached keys and values of older weights"
+_PREFIX = "it is always on, and a response reuses cached keys and values of one weight version only"
 _CACHE = "a weight update could not clear keys and values of old weights that are stored elsewhere"
-# Only online quantisation: every weight update passes through the same loader again.
+# Only online quantisation is allowed: every weight update uses the same loader again.
 QUANTISED_AS_LOADED = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
-"""Values of `quantization` with which vLLM quantises all linear layers, and experts, as it loads
-the policy's weights, at the start and in each update. Of the first its CPU kernels know, too."""
+"""Values of `quantization` for online quantisation: vLLM quantises all linear layers and experts
+while it loads the policy's weights, at the start and in each update. vLLM has CPU kernels for the
+first value only."""
 _QUANTISED = (
     "new weights arrive in the policy's format; set `quantization` to one of"
-    f" {', '.join(QUANTISED_AS_LOADED)}, with which vLLM quantises them as it loads them"
+    f" {', '.join(QUANTISED_AS_LOADED)}, so that vLLM quantises weights while it loads them"
 )
 
-# Patterns, so that new arguments of a family are refused with vLLM's next version.
+# Patterns also refuse the arguments that a later vLLM adds to a family.
 BREAKS: Mapping[str, str] = {
     **dict.fromkeys(("quantization_config", "allow_deprecated_quantization"), _QUANTISED),
     **dict.fromkeys(
@@ -139,35 +141,36 @@ BREAKS: Mapping[str, str] = {
     **dict.fromkeys(("logprobs_mode", "logits_processors", "watermark_config"), _LOGPROBS),
     **dict.fromkeys(
         ("speculative_config", "spec_*", "diffusion_config"),
-        "log-probs and seeds are not tested where a step draws several tokens",
+        "log-probs and seeds are not tested with several tokens per step",
     ),
     **dict.fromkeys(("kv_transfer_config", "ec_transfer_config", "kv_offloading_*"), _CACHE),
     **dict.fromkeys(
         ("scheduler_cls", "disable_log_stats", "max_num_queued_*"),
-        "the run's own scheduler fills the engines and watches vLLM's",
+        "the run's scheduler fills the engines and reads the statistics of vLLM's scheduler",
     ),
 }
-"""Pattern of argument -> why the system depends on what it is now."""
+"""Pattern of an argument -> the reason why the system depends on its present value."""
 
 _CPU = (
-    "a prompt that is processed in two parts draws a token from a seeded generator, which cannot"
-    " be rewound"
+    "a prompt that is processed in two parts draws an extra token from a seeded generator, which"
+    " cannot be rewound"
 )
 BREAKS_ON_CPU: Mapping[str, str] = {
-    "enforce_eager": "it has no effect: models are not compiled there",
+    "enforce_eager": "it has no effect: vLLM does not compile models there",
     "enable_chunked_prefill": _CPU,
     "long_prefill_token_threshold*": _CPU,
     "max_num_scheduled_tokens": _CPU,
 }
 
 _PLAIN = {"Any": Any, "Literal": Literal}
-"""Names in the types of arguments, besides Python's own."""
+"""Names in argument types that are not Python built-ins."""
 
 
 def refused_options(
     options: Mapping[str, Any], device: Literal["cpu", "cuda"] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(name, why not) of each that may not be set so on `device`; null: on any."""
+    """Yield (name, reason) of each option that may not have its value on `device`; None stands for
+    any device."""
     for name, value in options.items():
         # vLLM's command line writes arguments with hyphens.
         argument = name.replace("-", "_")
@@ -175,26 +178,29 @@ def refused_options(
             yield name, f"another key sets it: {OWNED[argument]}"
         elif reason := _matching(BREAKS, argument):
             yield name, reason
-        # The schema has no device yet and passes null; the plan checks again with the real one.
+        # The schema does not know the device and passes None; the plan checks again with it.
         elif device == "cpu" and (reason := _matching(BREAKS_ON_CPU, argument)):
             yield name, f"on a CPU {reason}"
         elif argument == "quantization" and value is not None:
             if value not in QUANTISED_AS_LOADED:
-                yield name, f"{value} is for weights that were quantised before: {_QUANTISED}"
+                yield name, f"{value} is for weights that are already quantised: {_QUANTISED}"
             elif device == "cpu" and value != QUANTISED_AS_LOADED[0]:
-                yield name, f"on a CPU vLLM has no kernels for {value}: {QUANTISED_AS_LOADED[0]}"
+                yield (
+                    name,
+                    f"on a CPU vLLM has no kernels for {value}: set {QUANTISED_AS_LOADED[0]}",
+                )
 
 
 def unknown_option(name: str, known: Collection[str]) -> Problem:
-    """The problem of a name that vLLM, `known`, does not have."""
-    # Sorted: sets have no order, and messages must not change between runs.
+    """Return the problem of a name that is not in `known`, vLLM's argument names."""
+    # Sorted, because sets have no order and messages must not change between runs.
     near = difflib.get_close_matches(name.lower(), sorted(known), n=1)
-    fix = "remove it, or look its name up in vLLM's `AsyncEngineArgs`"
+    fix = "remove it, or find the right name in vLLM's `AsyncEngineArgs`"
     if near:
         # Do not propose an argument that would be refused next.
         refused = dict(refused_options({near[0]: None})).get(near[0])
         fix = (
-            f"remove it; nor may {near[0]} be set here: {refused}"
+            f"remove it; {near[0]} may not be set here either: {refused}"
             if refused
             else (f"did you mean {near[0]}?")
         )
@@ -206,20 +212,22 @@ def unknown_option(name: str, known: Collection[str]) -> Problem:
 
 
 def _matching(reasons: Mapping[str, str], argument: str) -> str | None:
-    # Case counts: `fnmatch` would ignore it on some systems.
+    # fnmatchcase respects case on all systems; `fnmatch` ignores it on some.
     return next((why for pattern, why in reasons.items() if fnmatchcase(argument, pattern)), None)
 
 
-def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
-    """Problem of a value that vLLM would not accept. wanted: the argument's type in vLLM's source.
-    If that names a type of vLLM's own, or the value is null, its engine reports the problem at its
-    start."""
-    if value is None:  # the default of some that are declared without it
+def wrong_value(name: str, value: Any, declared: str) -> Problem | None:
+    """Return the problem of a value that vLLM would not accept, or None.
+
+    `declared`: the argument's type in vLLM's source. If it names one of vLLM's own types, or if the
+    value is None, this function returns None, and the engine reports a wrong value at its start.
+    """
+    if value is None:  # the default of some arguments whose declared type excludes None
         return None
     try:
         (kind,) = get_type_hints(
             # Evaluates the annotation as text, without importing vLLM's modules.
-            type("_", (), {"__annotations__": {name: wanted}}),
+            type("_", (), {"__annotations__": {name: declared}}),
             _PLAIN,
         ).values()
         # Lax validation, as vLLM itself converts numbers and text.
@@ -229,18 +237,18 @@ def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
     except ValidationError:
         return Problem(
             key=f"rollout.vllm.{name}",
-            what=f"is {value!r}, and the installed vLLM's engine takes {wanted}",
-            fix="set it to one of that type, or remove it",
+            what=f"is {value!r}, and the installed vLLM's engine takes {declared}",
+            fix="set it to a value of that type, or remove it",
         )
     return None
 
 
 def vllm_arguments() -> dict[str, str]:
-    """Names of vLLM's `AsyncEngineArgs` and their types. Empty where vLLM is not installed, or
-    keeps them elsewhere: the engine's start then checks them."""
+    """Return the names and types of vLLM's `AsyncEngineArgs`. The result is empty if vLLM is not
+    installed or defines them elsewhere; the engine then checks its arguments at its start."""
     return {
         field.target.id: ast.unparse(field.annotation).strip("'")
-        # Read from source: importing vLLM takes seconds and may initialise a device.
+        # Parse the source: an import of vLLM takes seconds and may initialise a device.
         for node in _vllm_source("engine/arg_utils.py")
         if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for field in node.body
@@ -249,8 +257,9 @@ def vllm_arguments() -> dict[str, str]:
 
 
 def cpu_head_sizes() -> tuple[int, ...]:
-    """Sizes of an attention head for which the installed vLLM has CPU kernels. Empty where vLLM is
-    not installed, or lists them elsewhere. vLLM itself compares them only at the first request."""
+    """Return the attention head sizes for which the installed vLLM has CPU kernels. The result is
+    empty if vLLM is not installed or lists them elsewhere. vLLM itself checks the head size only at
+    the first request."""
     lists = [
         statement.value
         for node in _vllm_source("v1/attention/backends/cpu_attn.py")
@@ -261,16 +270,16 @@ def cpu_head_sizes() -> tuple[int, ...]:
         if isinstance(statement, ast.Return) and statement.value is not None
     ]
     try:
-        # Only literals; a computed list is left to vLLM's own check.
+        # literal_eval accepts only literals; vLLM's own check covers a computed list.
         return tuple(ast.literal_eval(lists[0])) if lists else ()
     except ValueError:
         return ()
 
 
 def _vllm_source(file: str) -> list[ast.stmt]:
-    """Statements of a file of the installed vLLM, read from its source: an import takes seconds."""
-    found = importlib.util.find_spec("vllm")
-    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+    """Return the statements in a source file of the installed vLLM, without an import of vLLM."""
+    spec = importlib.util.find_spec("vllm")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         source = Path(folder) / file
         if source.is_file():
             return ast.parse(source.read_text(encoding="utf-8")).body

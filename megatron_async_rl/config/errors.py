@@ -1,5 +1,5 @@
-"""Pydantic's validation errors as problems a user can act on: the dotted key, what was given, what
-is expected."""
+"""Translation of pydantic's validation errors into problems with the dotted key, the given value
+and the expected value."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from megatron_async_rl.config.settings_model import Strict
 
 
 class Origins:
-    """The place where each dotted key was set: a line of the file, or an override."""
+    """Place at which each dotted key was set: a line of the file, or an override."""
 
     def __init__(self, file: str, lines: Mapping[str, int]) -> None:
         self._file = file
         self._where = {key: f"{file}:{line}" for key, line in lines.items()}
 
     def set(self, key: str, where: str) -> None:
-        # The override replaces the section, so lines inside it are no longer true.
+        # The override replaces the section, so the line numbers inside it are stale.
         for inside in [known for known in self._where if known.startswith(key + ".")]:
             del self._where[inside]
         self._where[key] = where
 
     def of(self, key: str) -> str:
-        """The place of the key itself, of what was set inside it, or of the nearest section around
-        it that was written."""
+        """Return the place of the key itself, of a key set inside it, or of the nearest enclosing
+        section that was set."""
         inside = [where for known, where in self._where.items() if known.startswith(key + ".")]
         if key not in self._where and inside:
             return inside[0]
-        # A missing key has no line of its own: its section's line is the nearest.
+        # A missing key has no line, so use the line of its section.
         while key and key not in self._where:
             key = key.rpartition(".")[0]
         return self._where.get(key, self._file)
 
 
 def explain(error: ValidationError, tree: Mapping[str, Any], origins: Origins) -> list[Problem]:
-    """One problem per pydantic error, unknown keys first: they are most often the cause of the
-    others."""
+    """Return one problem per pydantic error. Unknown keys come first because they often cause the
+    other errors."""
     details = sorted(
         error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden"
     )
@@ -69,7 +69,7 @@ def _problem(detail: ErrorDetails, tree: Mapping[str, Any], origins: Origins) ->
     key = ".".join(str(part) for part in parts)
     where = origins.of(key)
     parents = models_at(parts[:-1], tree)
-    # Control flow uses pydantic's error types; messages are only shown.
+    # Branch on pydantic's error types, never on its messages.
     kind, context = detail["type"], detail.get("ctx", {})
     given = _show(detail["input"])
     # Removed keys come first: their nearest valid key would mislead.
@@ -95,11 +95,11 @@ def _problem(detail: ErrorDetails, tree: Mapping[str, Any], origins: Origins) ->
         return Problem(
             key=key,
             what=f"{given} has no `name`",
-            fix=f"give it one of: {', '.join(names)}",
+            fix=f"set `name` to one of: {', '.join(names)}",
             where=where,
         )
     if kind == "value_error":
-        # A rule of this package raised it: its text already has the reason and the fix.
+        # A rule of this package raised the error; its text already has the reason and the fix.
         what = str(context["error"]) if "error" in context else detail["msg"]
         return Problem(
             key=key or "config", what=what, fix="change one of the keys named above", where=where
@@ -124,10 +124,11 @@ def _problem(detail: ErrorDetails, tree: Mapping[str, Any], origins: Origins) ->
 
 
 def _dotted(location: Sequence[str | int], tree: Mapping[str, Any]) -> list[str | int]:
-    """Pydantic's location without the names it inserts for the chosen member of a union."""
+    """Return pydantic's location without the names that pydantic inserts for the chosen member of
+    a union."""
     parts: list[str | int] = []
     for part in location:
-        # Pydantic inserts the tag of the chosen member after the key of a union.
+        # Skip the tag of the chosen member, which pydantic inserts after the key of a union.
         models = models_at(parts, tree)
         names = [method_name(model) for model in models]
         if (
@@ -144,12 +145,12 @@ def _dotted(location: Sequence[str | int], tree: Mapping[str, Any]) -> list[str 
 def _unknown(key: str, parts: Sequence[str | int], parents: Sequence[type[Strict]]) -> str:
     given, valid = str(parts[-1]), valid_keys(parents)
     section = key.rpartition(".")[0]
-    # A known name of another library beats the nearest spelling.
+    # A known name of another library takes precedence over the nearest spelling.
     known = ELSEWHERE_ONLY.get(key) or alias_fix(given)
     if known is not None:
         return known
     homes, match = elsewhere(given), nearest(given, valid)
-    # A key that exists is not a typing error.
+    # A name that is a valid key elsewhere is misplaced, not misspelled.
     if match and not homes:
         return f"did you mean `{section + '.' if section else ''}{match}`?"
     owners = [
@@ -158,13 +159,13 @@ def _unknown(key: str, parts: Sequence[str | int], parents: Sequence[type[Strict
         if given in model.model_fields
     ]
     if owners:
-        return f"it belongs to {' and '.join(owners)}; keys of this one: {', '.join(valid)}"
+        return f"it belongs to {' and '.join(owners)}; valid keys here: {', '.join(valid)}"
     if homes:
-        return f"this key lives at {' and '.join(f'`{home}`' for home in homes[:3])}"
-    # Last resort: the key may belong to another section altogether.
+        return f"set it as {' or '.join(f'`{home}`' for home in homes[:3])}"
+    # Last resort: the misspelled key may belong to another section.
     far = nearest_anywhere(given)
     hint = f"; nearest elsewhere: `{far}`" if far else ""
-    return f"keys of {section or 'the configuration'}: {', '.join(valid)}{hint}"
+    return f"valid keys of {section or 'the configuration'}: {', '.join(valid)}{hint}"
 
 
 def _choose(given: str, names: Sequence[str]) -> str:
@@ -174,16 +175,16 @@ def _choose(given: str, names: Sequence[str]) -> str:
     choices = f"choose one of: {', '.join(names)}"
     homes = method_homes(given)
     if homes:
-        return f"{given} is one of {' and '.join(f'`{home}`' for home in homes)}; {choices}"
+        return f"{given} is a value of {' and '.join(f'`{home}`' for home in homes)}; {choices}"
     match = nearest(given, names)
     return (f"did you mean `{match}`? " if match else "") + choices
 
 
 def _expected(parts: Sequence[str | int], tree: Mapping[str, Any]) -> str:
-    """Description of the values that the key accepts; an entry of a list is described by its
-    list."""
+    """Return a description of the values that the key accepts. An entry of a list has the
+    description of the list."""
     *section, last = parts
-    # An entry of a list of numbers has no model; its list has the description.
+    # An entry of a list of numbers has no model, so use the description of its list.
     if isinstance(last, int) and not models_at(parts, tree):
         *section, last = section
     models = models_at(section, tree)

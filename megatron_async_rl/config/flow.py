@@ -1,6 +1,6 @@
-"""The flow of samples: batch sizes, staleness bound and the rule that selects a batch.
+"""Settings of the flow of samples: batch sizes, the staleness bound and the selection rule.
 
-Each selection rule is one model, chosen by its `name`.
+Each selection rule has one model, which the configuration selects by its `name`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 
 from megatron_async_rl.config.settings_model import Strict, bare_name
 
-# Settings only: flow/scheduler.py has the rules.
+# This file has only the settings; flow/scheduler.py applies the rules.
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -22,41 +22,42 @@ class OldestFirst(Strict):
 
 
 class Windowed(Strict):
-    """Train groups in the order in which they finish, as far as the staleness law permits, from
-    among the oldest untrained ones."""
+    """Train groups in the order in which they finish, within a window of the oldest untrained
+    groups, as far as the staleness law permits."""
 
     name: Literal["windowed"] = "windowed"
     window: NonNegativeFloat = 1.0
-    """f: a group may overtake as long as fewer than (1 + f) prompts_per_step older ones are not
-    trained yet."""
+    """Size f of the window: a group may train early while fewer than (1 + f) x prompts_per_step
+    older groups are untrained."""
 
 
 class ExactLag(Strict):
-    """Train every sample exactly `lag` updates after it was sampled, by a single weight version:
-    the controlled experiment of M2PO and GAC. Samples from before the first update wait up to
-    `lag` steps. Needs flow.async_ratio to be the same number."""
+    """Train every sample, which a single weight version sampled, exactly `lag` updates later: the
+    controlled experiment of M2PO and GAC. Samples from before the first update wait up to `lag`
+    steps. Needs the same number as flow.async_ratio."""
 
     name: Literal["exact_lag"] = "exact_lag"
     lag: NonNegativeInt
-    """s, in updates; lag x prompts_per_step groups wait in host memory."""
+    """Lag s, in updates; lag x prompts_per_step groups wait in host memory."""
 
 
 class Replay(Strict):
-    """TBA's buffer (arXiv 2503.18929): finished groups go into a store, and a step trains on the
-    newest batch or on stored ones.
+    """Replay buffer of TBA (arXiv 2503.18929): finished groups enter a store, and a step trains on
+    the newest groups or on stored ones.
 
-    A stored response may train many times, at any lag: the bound holds for what enters the store.
+    A stored response may train many times, at any lag: the staleness bound applies only to groups
+    that enter the store.
     """
 
     name: Literal["replay"] = "replay"
     recent: Share = 0.5
-    """m: probability that a step takes the groups that finished since the last one, instead of
-    stored ones."""
+    """Probability m that a step trains on the groups that finished since the previous step, instead
+    of stored ones."""
     inverse_temperature: NonNegativeFloat = 1.0
-    """Stored responses are drawn with probability proportional to exp(inverse_temperature x
-    reward)."""
+    """Inverse temperature of the draw: the probability of a stored response is proportional to
+    exp(inverse_temperature x reward)."""
     per_prompt: PositiveInt = 100
-    """Newest distinct responses kept of each prompt."""
+    """Number of newest distinct responses that the store keeps of each prompt."""
 
 
 Selection = Annotated[
@@ -71,25 +72,25 @@ class FlowConfig(Strict):
     """Flow of samples from the engines to training."""
 
     prompts_per_step: PositiveInt
-    """Number of prompts per batch, which is trained between two versions of the weights."""
+    """Number of prompts per batch. One batch is trained between two versions of the weights."""
     group_size: PositiveInt
-    """Responses per prompt."""
+    """Number of responses per prompt."""
     async_ratio: NonNegativeFloat = 1.0
-    """alpha of ROLL Flash (arXiv 2510.11345): no sample starts more than ceil(alpha) versions
-    before it is trained on; 0 is synchronous."""
+    """Asynchronous ratio alpha of ROLL Flash (arXiv 2510.11345): no sample starts more than
+    ceil(alpha) versions before it is trained on; 0 is synchronous."""
     selection: Selection = OldestFirst()
-    """Choice of the finished groups that a step trains on: a name, or a mapping with `name` and its
+    """Rule that selects the finished groups of a step: a name, or a mapping with `name` and its
     settings."""
     late: Literal["wait", "drop"] = "wait"
-    """Treatment of a group that must train now by the staleness law and is still running: `wait`
-    for it, or `drop` it if enough others have finished. Dropping favours short responses. The
-    report compares dropped with trained responses; dropped ones therefore run to their end,
-    because cut ones have neither length nor reward. So `drop` saves waiting, not engine time."""
+    """Treatment of a group that must train now by the staleness law and is still running. `wait`
+    waits for it; `drop` drops it if enough others have finished. Dropping favours short responses,
+    so the report compares dropped with trained responses. To have a length and a reward, dropped
+    responses run to their end: `drop` saves waiting time, not engine time."""
     oversample: NonNegativeFloat = 0.0
-    """Groups in flight in addition to async_ratio's, as a share of prompts_per_step: with
-    `selection: windowed` those that finish first train, and unfinished ones continue. The bound
-    stays ceil(async_ratio), so it needs a fraction there, such as 0.5."""
+    """Groups in flight in addition to those of async_ratio, as a share of prompts_per_step. With
+    `selection: windowed` the groups that finish first train, and unfinished groups continue. The
+    staleness bound stays ceil(async_ratio), so async_ratio must be a fraction, such as 0.5."""
     dynamic_sampling: bool = False
-    """DAPO's dynamic sampling (arXiv 2503.14476): drop each group whose rewards are all equal,
-    and sample one more prompt for it. After ten batches' worth of drops for one batch, such
-    groups are used."""
+    """Dynamic sampling of DAPO (arXiv 2503.14476): drop each group whose rewards are all equal, and
+    sample another prompt instead. Once ten times the groups of a batch were dropped for one batch,
+    such groups are trained on."""

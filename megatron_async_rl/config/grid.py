@@ -1,12 +1,12 @@
-"""A study's grid: one base configuration, axes of named overrides, and sweeps over them. Imports no
-torch.
+"""Grid of a study: one base configuration, axes of named overrides, and sweeps over the axes.
+Imports no torch.
 
 Invariants:
-- nothing a user wrote is ignored: unknown keys, axes and values raise ConfigError with the nearest
-  one;
-- a run's name contains its value on every axis, so that two runs with other settings have two
+- nothing that a user wrote is ignored: unknown keys, axes and values raise ConfigError, which names
+  the nearest valid one;
+- a run's name contains its value on every axis, so runs with different settings have different
   names;
-- relative paths in a grid start at its folder.
+- relative paths in a grid start at the folder of the grid's file.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ StudyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
 
 
 class Grid(Strict):
-    """A study's file. Relative paths in it start at its folder."""
+    """File of a study. Relative paths start at its folder."""
 
     base: Path
-    """The configuration that every run changes."""
+    """Configuration to which every run applies its overrides."""
     runs: Path
-    """Folder of the runs' directories."""
+    """Folder of the run directories."""
     axes: dict[StudyName, dict[StudyName, dict[str, Any]]]
-    """Axis -> name of a value -> the overrides that make it: dotted key -> value."""
+    """Axis -> name of a value -> its overrides: dotted key -> value."""
     sweeps: dict[StudyName, dict[StudyName, tuple[StudyName, ...]]]
-    """Sweep -> axis -> the values it takes: a sweep is their product, and an axis that it does not
-    name takes all of its values. Sweeps run in the order of the file, each run once."""
+    """Sweep -> axis -> names of values. A sweep is the product of its axes' values; an axis that it
+    does not name has all of its values. Sweeps run in the order of the file, each run once."""
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Grid:
         for sweep, chosen in self.sweeps.items():
             for axis, values in chosen.items():
-                # Axes before their values: a value of an unknown axis cannot be looked up.
+                # Check the axis first: a value of an unknown axis cannot be looked up.
                 _require(axis, self.axes, f"sweeps.{sweep}: there is no axis")
                 for value in values:
                     _require(value, self.axes[axis], f"sweeps.{sweep}.{axis}: there is no value")
@@ -72,7 +72,7 @@ def _require(name: str, known: Mapping[str, Any], what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """One run of a study. `name` is that of its directory."""
+    """One run of a study. `name` is the name of its directory."""
 
     name: str
     settings: Mapping[str, str]
@@ -84,11 +84,11 @@ class StudyRun:
 
 
 def read_grid(path: Path) -> Grid:
-    """The grid in `path`, paths absolute. Raises ConfigError naming key, line and fix."""
+    """Return the grid in `path`, with absolute paths. Raises ConfigError with key, line and fix."""
     try:
         document = read_document(path.read_text(encoding="utf-8"))
         lines = document.lines
-        # Before validation, which would see `on` and `010` as YAML reads them.
+        # Restore the text before validation, which would see `on` and `010` as YAML reads them.
         tree = _as_written(mapping_of(document), document, path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError.of("GRID", f"{path} cannot be read: {error}", "name a YAML file") from error
@@ -99,13 +99,13 @@ def read_grid(path: Path) -> Grid:
         raise ConfigError(str(path), [problem]) from fault
     folder = path.parent.absolute()
     try:
-        # Through JSON, whose strict mode takes a list for a tuple and text for a path.
+        # Validate JSON, whose strict mode accepts a list for a tuple and text for a path.
         grid = Grid.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         raise ConfigError(str(path), _problems(error, lines)) from error
     return grid.model_copy(
         update={
-            # Absolute at once: runs start from other folders.
+            # Make paths absolute now, because runs start from other folders.
             "base": Path(os.path.abspath(folder / grid.base)),
             "runs": Path(os.path.abspath(folder / grid.runs)),
             "axes": {
@@ -122,29 +122,28 @@ def read_grid(path: Path) -> Grid:
 
 
 def _as_written(tree: dict[str, Any], document: YamlDocument, path: Path) -> dict[str, Any]:
-    """`tree` with what its user wrote: names and paths are text, and an override is what its key
-    takes. Raises ConfigError."""
+    """Return `tree` with names and paths as text, as the user wrote them, and each override in the
+    type of its key. Raises ConfigError."""
     problems: list[Problem] = []
 
-    def settled(value: Any, place: KeyPath) -> Any:
-        # axes.AXIS.VALUE.KEY: the override's type is that of its key in a run's configuration.
+    def converted(value: Any, place: KeyPath) -> Any:
+        # At axes.AXIS.VALUE.KEY, an override has the type of its key in a run's configuration.
         if len(place) == 4 and place[0] == "axes":
             key = tuple(place[3].split("."))
             below = unquoted_below(document.unquoted, place)
             unquoted = {(*key, *at): written for at, written in below.items()}
             line = document.lines[".".join(place)]
-            # An empty tree: which method the base chooses is checked when the run's config is
-            # loaded.
+            # Pass an empty tree: the load of the run's config checks keys of the base's methods.
             return as_written(value, unquoted, key, {}, Origins(f"{path}:{line}", {}), problems)
         if isinstance(value, dict):
-            return {key: settled(one, (*place, key)) for key, one in value.items()}
+            return {key: converted(one, (*place, key)) for key, one in value.items()}
         if isinstance(value, list):
-            return [settled(one, (*place, str(at))) for at, one in enumerate(value)]
-        # A run may be called `010` or `on`: names stay as they are spelled.
+            return [converted(one, (*place, str(at))) for at, one in enumerate(value)]
+        # A run may be called `010` or `on`, so names keep their spelling.
         written = document.unquoted.get(place)
         return value if written is None or is_null(written) else written
 
-    tree = settled(tree, ())
+    tree = converted(tree, ())
     if problems:
         raise ConfigError(str(path), problems)
     return tree
@@ -155,10 +154,11 @@ def _problems(error: ValidationError, lines: Mapping[str, int]) -> list[Problem]
     for one in error.errors(include_url=False):
         key = ".".join(map(str, one["loc"])) or "grid"
         where = f"line {lines[key]}" if key in lines else None
-        # Pydantic's text for an unknown key names no nearest key.
+        # Pydantic's message for an unknown key does not name the nearest valid key.
         if one["type"] == "extra_forbidden":
             near = difflib.get_close_matches(str(one["loc"][-1]), Grid.model_fields, n=1)
-            fix = f"did you mean `{near[0]}`?" if near else f"keys: {', '.join(Grid.model_fields)}"
+            keys = ", ".join(Grid.model_fields)
+            fix = f"did you mean `{near[0]}`?" if near else f"valid keys: {keys}"
             problems.append(Problem(key=key, what="is not a key of a grid", fix=fix, where=where))
         else:
             what = one["msg"].removeprefix("Value error, ")
@@ -168,8 +168,8 @@ def _problems(error: ValidationError, lines: Mapping[str, int]) -> list[Problem]
 
 
 def _override(value: Any) -> str:
-    """YAML of one line. JSON is YAML except for the names of non-finite numbers and for the two
-    escapes in which it writes one character beyond 16 bits."""
+    """Return `value` as YAML on one line. JSON is YAML except for the names of non-finite numbers
+    and for the surrogate escapes of characters beyond 16 bits."""
     if isinstance(value, dict):
         parts = (f"{json.dumps(key)}: {_override(given)}" for key, given in value.items())
         return f"{{{', '.join(parts)}}}"
@@ -181,17 +181,20 @@ def _override(value: Any) -> str:
 
 
 def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
-    """The runs in the order in which they start. `only`: names of sweeps, or names of runs with
-    `*`; empty takes all. Raises UserError for a pattern that names nothing."""
-    found: dict[str, StudyRun] = {}
+    """Return the runs in the order in which they start.
+
+    `only`: names of sweeps, and names of runs, which may contain `*`; empty selects all runs.
+    Raises UserError for an entry that matches nothing.
+    """
+    runs: dict[str, StudyRun] = {}
     for sweep, chosen in grid.sweeps.items():
-        # In the order of the axes: the same settings of two sweeps are one run with one name.
+        # Names follow the order of the axes, so equal settings in two sweeps are one run.
         for values in itertools.product(*(chosen.get(axis, grid.axes[axis]) for axis in grid.axes)):
             settings = dict(zip(grid.axes, values, strict=True))
             name = "-".join(values)
-            known = found.get(name)
+            known = runs.get(name)
             if known is not None and known.settings != settings:
-                fix = "give the values of the axes names that differ"
+                fix = "rename values of the axes so that the names differ"
                 raise UserError.of("axes", f"two runs would be called {name}", fix)
             overrides = [
                 f"{key}={_override(given)}"
@@ -199,22 +202,22 @@ def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
                 for key, given in grid.axes[axis][value].items()
             ]
             directory = grid.runs / name
-            found[name] = StudyRun(
+            runs[name] = StudyRun(
                 name=name,
                 settings=settings,
                 sweeps=(*(known.sweeps if known else ()), sweep),
                 directory=directory,
-                # Last, so that no axis moves a run out of the study's folder.
+                # run.dir comes last, so that no axis moves a run out of the study's folder.
                 overrides=(*overrides, f"run.dir={_override(str(directory))}"),
             )
-    for wanted in only:
-        if wanted not in grid.sweeps and not fnmatch.filter(found, wanted):
-            near = difflib.get_close_matches(wanted, [*grid.sweeps, *found], n=1)
+    for pattern in only:
+        if pattern not in grid.sweeps and not fnmatch.filter(runs, pattern):
+            near = difflib.get_close_matches(pattern, [*grid.sweeps, *runs], n=1)
             fix = f"did you mean {near[0]}?" if near else f"sweeps: {', '.join(grid.sweeps)}"
-            raise UserError.of("--only", f"no sweep and no run is called {wanted!r}", fix)
+            raise UserError.of("--only", f"no sweep and no run is called {pattern!r}", fix)
     return [
         run
-        for run in found.values()
+        for run in runs.values()
         if not only
-        or any(want in run.sweeps or fnmatch.fnmatchcase(run.name, want) for want in only)
+        or any(pattern in run.sweeps or fnmatch.fnmatchcase(run.name, pattern) for pattern in only)
     ]

@@ -1,8 +1,8 @@
-"""The keys of the schema, read from its models: which exist at a place, what they take, and which
-one was probably meant.
+"""Keys of the schema, read from its models: the valid keys at a place, the values that a key takes,
+and the valid key nearest to a misspelled one.
 
-A dotted key names a place: `policy.optimizer.lr`, `controls.0.c_low`. In a method chosen by name
-(`objective.loss`) the keys are those of the chosen method.
+A dotted key names a place: `policy.optimizer.lr`, `controls.0.c_low`. A section whose method is
+selected by name (`objective.loss`) has the keys of that method.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import FromFile, Strict
 
 NAMED = "NAME"
-"""Stands for a name of the user's own in a dotted key."""
+"""Placeholder in a dotted key for a name that the user chooses."""
 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One leaf of the schema. `key` is dotted, `[]` standing for an index, `NAME` for a name of the
-    user's own and `(name)` for a method."""
+    """One leaf of the schema. In `key`, a dotted key, `[]` stands for an index, `NAME` for a name
+    that the user chooses, and `(name)` for a method."""
 
     key: str
     field: FieldInfo
@@ -41,13 +41,13 @@ class ConfigKey:
 def walk(
     model: type[Strict] = Config, prefix: str = ""
 ) -> Iterator[tuple[str, type[Strict], list[ConfigKey]]]:
-    """Every section in order: its dotted key, its model, its own leaves. Sections inside it
-    follow."""
+    """Yield every section in order: its dotted key, its model and its own leaves. The sections
+    inside it follow."""
     leaves: list[ConfigKey] = []
     sections: list[tuple[str, type[Strict]]] = []
     for name, field in model.model_fields.items():
         inner = models_in(field.annotation)
-        # No models inside: a leaf, which has a value of its own.
+        # A field without models is a leaf.
         if not inner:
             leaves.append(ConfigKey(prefix + name, field))
         methods = is_method(inner)
@@ -57,26 +57,26 @@ def walk(
             if is_named(field.annotation):
                 several = f".{NAMED}"
             sections.append((f"{prefix}{name}{several}{label}", one))
-    # A section's own keys come before those of the sections in it, as a page lists them.
+    # Yield a section's own keys before its subsections, in the order of the page.
     yield prefix.rstrip("."), model, leaves
     for label, one in sections:
         yield from walk(one, f"{label}.")
 
 
 def models_in(annotation: Any) -> tuple[type[Strict], ...]:
-    """The config models a field may hold: none for a leaf, one for a section, several for a method
-    chosen by name."""
+    """Return the config models that a field may hold: none for a leaf, one for a section, several
+    for a method that is selected by name."""
     if isinstance(annotation, type) and issubclass(annotation, Strict):
         return (annotation,)
-    found: list[type[Strict]] = []
+    models: list[type[Strict]] = []
     for part in get_args(annotation):
-        # A union may name one model through several aliases.
-        found.extend(model for model in models_in(part) if model not in found)
-    return tuple(found)
+        # A union may contain one model through several aliases.
+        models.extend(model for model in models_in(part) if model not in models)
+    return tuple(models)
 
 
 def is_method(models: Sequence[type[Strict]]) -> bool:
-    """True if these are the choices of a method, each known by the default of its `name`."""
+    """Return True if the models are the choices of a method, each with a default `name`."""
     return bool(models) and all(method_name(model) is not None for model in models)
 
 
@@ -85,23 +85,23 @@ def is_list(annotation: Any) -> bool:
 
 
 def is_named(annotation: Any) -> bool:
-    """True for sections under names of the user's own."""
+    """Return True for a mapping of names that the user chooses to sections."""
     return get_origin(annotation) is Mapping and bool(models_in(annotation))
 
 
 def models_at(dotted: Sequence[str | int], tree: Any) -> tuple[type[Strict], ...]:
-    """The models whose keys are valid below `dotted`; `tree` (the user's own values) names the
-    chosen method."""
+    """Return the models whose keys are valid below `dotted`. `tree`, the user's values, selects the
+    methods."""
     models: tuple[type[Strict], ...] = (Config,)
     named = False
     for part in dotted:
         tree = _child(tree, part)
-        # This part is the user's own name, which the schema does not know.
+        # This part is a name that the user chose, so the schema has no field for it.
         if named:
             named = False
             continue
         if isinstance(part, int) or str(part).isdigit():
-            # Every entry of a list chooses its method by itself.
+            # Each entry of a list selects its own method.
             models = _chosen(models, tree)
             continue
         fields = [
@@ -115,22 +115,24 @@ def models_at(dotted: Sequence[str | int], tree: Any) -> tuple[type[Strict], ...
 
 
 def leaf_types(dotted: Sequence[str], tree: Any) -> set[Any]:
-    """The types that the value at `dotted` may have: `{Path}`, `{str, NoneType}`, `{Any}`. `tree`
-    (the user's own values) selects the chosen method; a plug-in's settings may be anything, and a
-    place that does not exist has none."""
-    found: set[Any] = {Config}
+    """Return the types that the value at `dotted` may have: `{Path}`, `{str, NoneType}`, `{Any}`.
+
+    `tree`, the user's values, selects the methods. The result is `{Any}` in a plug-in's settings
+    and empty for a place that does not exist.
+    """
+    allowed: set[Any] = {Config}
     for part in dotted:
-        methods = _methods(found)
-        # The class of a plug-in is imported only when the configuration is validated.
+        methods = _methods(allowed)
+        # Only validation imports a plug-in's class, so its types are not available here.
         name = tree.get("name") if methods and isinstance(tree, dict) else None
         if name is not None and name not in [method_name(model) for model in methods]:
             return {Any}
-        holders = set(_chosen(methods, tree)) if methods else found
+        holders = set(_chosen(methods, tree)) if methods else allowed
         tree = _child(tree, part)
-        found = {
+        allowed = {
             one for each in holders for inner in _inside(each, part) for one in _alternatives(inner)
         }
-    return found
+    return allowed
 
 
 def _methods(types: Set[Any]) -> tuple[type[Strict], ...]:
@@ -139,14 +141,15 @@ def _methods(types: Set[Any]) -> tuple[type[Strict], ...]:
 
 
 def _inside(annotation: Any, part: str) -> Iterator[Any]:
-    """Annotations of what `part`, a key or an index, holds in a value of type `annotation`."""
+    """Yield the annotations of the child `part`, a key or an index, of a value of type
+    `annotation`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         yield Any
     elif isinstance(annotation, type) and issubclass(annotation, Strict):
         if part in annotation.model_fields:
             yield annotation.model_fields[part].annotation
-    # `tuple[X, ...]`: the ellipsis is not a type of an entry.
+    # The ellipsis of `tuple[X, ...]` is not the type of an entry.
     elif origin in (tuple, list) and part.isdigit():
         yield from (one for one in parts if one is not Ellipsis)
     elif origin is Mapping:
@@ -154,7 +157,7 @@ def _inside(annotation: Any, part: str) -> Iterator[Any]:
 
 
 def _alternatives(annotation: Any) -> Iterator[Any]:
-    """The members of a union, without what is annotated to them."""
+    """Yield the members of a union, without their `Annotated` metadata."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _alternatives(get_args(annotation)[0])
@@ -187,19 +190,19 @@ def method_name(model: type[Strict]) -> str | None:
 
 
 def path_keys() -> list[str]:
-    """Dotted keys that hold a file or folder, `[]` standing for an index."""
+    """Return the dotted keys of files and folders, with `[]` for an index."""
     return [
         leaf.key for _, _, leaves in walk() for leaf in leaves if _holds_path(leaf.field.annotation)
     ]
 
 
 def text_keys() -> list[str]:
-    """Dotted keys of text that may be given as a file."""
+    """Return the dotted keys whose text may be given as the path of a file."""
     return [leaf.key for _, _, leaves in walk() for leaf in leaves if _may_be_a_file(leaf.field)]
 
 
 def pattern_of(key: str) -> str:
-    """`key` with `[]` for every index: `data.sources[].path` of `data.sources.0.path`."""
+    """Return `key` with `[]` for every index: `data.sources[].path` for `data.sources.0.path`."""
     return re.sub(r"\.\d+(?=\.|$)", "[]", key)
 
 
@@ -218,32 +221,32 @@ def valid_keys(models: Sequence[type[Strict]]) -> list[str]:
 
 
 def nearest(given: str, valid: Sequence[str]) -> str | None:
-    # Half of the letters: below that a proposal is more often wrong than right.
+    # Below a similarity of 0.5 a proposal is more often wrong than right.
     matches = difflib.get_close_matches(given.lower(), valid, n=1, cutoff=0.5)
     return matches[0] if matches else None
 
 
 def elsewhere(given: str) -> list[str]:
-    """Dotted keys anywhere in the schema whose last part is `given`."""
+    """Return the dotted keys, anywhere in the schema, whose last part is `given`."""
     return [_plain(key) for key in _all_keys() if key.rsplit(".", 1)[-1] == given]
 
 
 def method_homes(name: str) -> list[str]:
-    """Dotted keys that take a method called `name`."""
+    """Return the dotted keys that take a method called `name`."""
     sections = (section for section, _, _ in walk() if section.endswith(f"({name})"))
     return [section.removesuffix(f"({name})").replace("[]", "") for section in sections]
 
 
 def nearest_anywhere(given: str) -> str | None:
-    # Reversed, so that the first of several keys with one ending stays.
-    ends = {key.rsplit(".", 1)[-1]: key for key in reversed(_all_keys())}
-    match = nearest(given, list(ends))
-    return _plain(ends[match]) if match else None
+    # Reversed, so that the first of several keys with the same last part is kept.
+    by_last_part = {key.rsplit(".", 1)[-1]: key for key in reversed(_all_keys())}
+    match = nearest(given, list(by_last_part))
+    return _plain(by_last_part[match]) if match else None
 
 
 def _plain(key: str) -> str:
-    """Form of the key that a user writes: without the method's name, and with an index for a
-    list entry."""
+    """Return the key as a user writes it: without the method's name, and with index 0 for a list
+    entry."""
     return re.sub(r"\(\w+\)", "", key).replace("[]", ".0")
 
 
@@ -257,11 +260,11 @@ def _all_keys() -> list[str]:
 
 
 def describe(field: FieldInfo) -> str:
-    """Text on the values that a leaf takes: `whole number, at least 1`; `one of: auto, never`."""
+    """Describe the values of a leaf: `whole number, at least 1`; `one of: auto, never`."""
     return _describe(field.annotation, field.metadata)
 
 
-_WORDS = {
+_TYPE_NAMES = {
     int: "whole number",
     float: "number",
     bool: "true or false",
@@ -279,7 +282,7 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return "one of: " + ", ".join(str(part) for part in parts)
     if origin in (Union, types.UnionType):
         return ", or ".join(
-            # Bounds belong to the number of an optional field, not to its null.
+            # The bounds of an optional field apply to its number, not to null.
             _describe(part, () if part is type(None) else metadata)
             for part in parts
         )
@@ -291,13 +294,13 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return "mapping of names to values"
     bounds = [text for text in (_bound(one) for one in _flatten(metadata)) if text]
     return ", ".join(
-        [_WORDS.get(annotation, getattr(annotation, "__name__", str(annotation))), *bounds]
+        [_TYPE_NAMES.get(annotation, getattr(annotation, "__name__", str(annotation))), *bounds]
     )
 
 
 def _flatten(metadata: Sequence[Any]) -> Iterator[Any]:
     for one in metadata:
-        # Pydantic nests the constraints of an Annotated alias in a FieldInfo.
+        # Pydantic wraps the constraints of an Annotated alias in a FieldInfo.
         if isinstance(one, FieldInfo):
             yield from one.metadata
         else:
@@ -317,13 +320,13 @@ def _bound(one: Any) -> str | None:
 
 
 _NO_GRAMMAR = (
-    "none may be set in training: a grammar forbids other tokens at each place, and the trainer's"
-    " log-probs count them; for held-out prompts set eval.sampling."
+    "remove it: in training a grammar would exclude tokens that the trainer's log-probs count; for"
+    " held-out prompts set eval.sampling."
 )
 ELSEWHERE_ONLY = {
     f"rollout.sampling.{name}": f"{_NO_GRAMMAR}{name}" for name in ("json_schema", "regex")
 }
-"""Keys that are not where one might look for them, and why."""
+"""Key that a user might expect here -> the reason why it exists only elsewhere."""
 
 REMOVED = {
     "flow.extra_responses": (
@@ -331,14 +334,14 @@ REMOVED = {
         " windowed"
     ),
     "flow.requeue_cut": (
-        "responses are no longer cut, unfinished groups continue: remove it, and see"
-        " flow.oversample"
+        "remove it: responses are no longer cut, and unfinished groups continue (see"
+        " flow.oversample)"
     ),
-    "flow.filter_equal_groups": "its name is now flow.dynamic_sampling",
-    "rollout.restarts": "restarts are counted within an hour: set rollout.restarts_per_hour",
+    "flow.filter_equal_groups": "set flow.dynamic_sampling, which replaces it",
+    "rollout.restarts": "restarts are counted per hour: set rollout.restarts_per_hour",
     "weights.update": (
-        "`rolling` is weights.max_paused: 0.5, which is the default, and `together` is"
-        " weights.max_paused: 1.0"
+        "set weights.max_paused: 0.5, the default, for `rolling`, or weights.max_paused: 1.0 for"
+        " `together`"
     ),
 }
-"""Keys of earlier versions, and what to write instead."""
+"""Key of an earlier version -> the fix."""

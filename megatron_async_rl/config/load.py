@@ -1,15 +1,15 @@
-"""A YAML file and dotted overrides to a Config, and back.
+"""Conversion of a YAML file and dotted overrides to a Config, and of a Config to YAML.
 
 Invariants:
-- nothing a user wrote is ignored: unknown keys, keys given twice and values of the wrong type raise
-  ConfigError;
-- nothing a user wrote is changed: a key that takes text or a path gets the text as written,
-  whatever YAML would read it as (`run.dir=2024-01-01`, `data.system_prompt=Answer after ####`);
-  elsewhere, text that YAML versions read differently (`010`, `on`) and text that YAML would cut are
-  refused;
-- every path is absolute, so that all processes of a run mean the same file: relative paths in a
-  file are taken from the file's folder, those in an override from the current folder;
-- `load` of what `dump` wrote gives an equal Config, and text that was written reads back as it was.
+- nothing that a user wrote is ignored: unknown keys, duplicate keys and values of the wrong type
+  raise ConfigError;
+- nothing that a user wrote is changed: a key that takes text or a path gets the text as written,
+  even if YAML would read it as another type (`run.dir=2024-01-01`) or cut it
+  (`data.system_prompt=Answer after ####`); other keys refuse text that YAML versions read
+  differently (`010`, `on`) and text that YAML would cut;
+- every path is absolute, so that it names the same file in all processes of a run: relative paths
+  in a file start at the file's folder, those in an override at the current folder;
+- `load` inverts `dump`: the Config is equal, and its text is unchanged.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from megatron_async_rl.config.yaml_tree import (
 )
 
 HUB = "hf://"
-"""Begins the name of a model or data set on a hub, which no folder has a part in."""
+"""Prefix of a model or data set on the Hugging Face Hub, which is not a path."""
 
 Tree = dict[str, Any]
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in `path`, changed by `overrides` (`dotted.key=value`), in order.
+    """Return the configuration in `path`, changed by `overrides` (`dotted.key=value`), in order.
 
-    Raises ConfigError, which names the file and line or the override, the key, what was given and
-    what is expected.
+    Raises ConfigError, which names the file and line or the override, the key, the given value and
+    the expected one.
     """
     path = Path(path)
     try:
@@ -80,20 +80,20 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         ) from fault
     origins = Origins(str(path), document.lines)
     problems: list[Problem] = []
-    # Before the schema sees a value: afterwards the text that the user wrote is lost.
+    # Restore the text before validation: afterwards the text that the user wrote is lost.
     tree = as_written(tree, document.unquoted, (), tree, origins, problems)
-    # Only keys of text: elsewhere a value such as `0.1 #note` is meant as YAML reads it.
+    # Check only keys that take text: for other keys, `0.1 #note` has the meaning of YAML.
     for place, comment in document.cut.items():
         if _is_text(leaf_types(place, tree)):
             what = f"its text ends before {comment!r}, which is a comment in YAML"
-            fix = "put the whole text into quotes, or a blank after the # of a comment"
+            fix = "quote the whole text, or put a blank after the # of the comment"
             key = ".".join(place)
             problems.append(Problem(key=key, what=what, fix=fix, where=origins.of(key)))
     if problems:
         raise ConfigError(str(path), problems)
-    # Before the overrides, whose paths are relative to another folder.
+    # Resolve before the overrides are applied: their paths start at another folder.
     resolve_paths(tree, "", path.parent)
-    # In order, so that a later override wins.
+    # Apply them in order, so that a later override wins.
     for override in overrides:
         _override(tree, override, origins)
     try:
@@ -103,17 +103,17 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump(config: Config) -> str:
-    """YAML with every key, defaults included, that loads back to an equal Config."""
+    """Return YAML with every key, defaults included, which loads to an equal Config."""
     return write(config.model_dump(mode="json"))
 
 
 def _look_near(path: Path) -> str:
     if path.is_dir():
         return "name a YAML file, not a folder"
-    # The most frequent mistake is a name in the right folder.
+    # The most frequent mistake is a wrong file name in the right folder.
     near = sorted(str(one) for one in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
     return (
-        f"these configs are in that folder: {', '.join(near[:5])}"
+        f"name one of the configs in that folder: {', '.join(near[:5])}"
         if near
         else "check the path; `mar init` writes a config, and `mar examples` copies some"
     )
@@ -127,12 +127,15 @@ def as_written(
     origins: Origins,
     problems: list[Problem],
 ) -> Any:
-    """Return `value`, at `place` of `tree`, as its user wrote it: for keys that take text, the text
-    itself. Adds to `problems` what cannot be kept. `unquoted`: of a YamlDocument, by places in
-    `tree`."""
+    """Return `value`, which is at `place` in `tree`, with the text as written for every key that
+    takes text.
+
+    `unquoted`: as in YamlDocument, by places in `tree`. Appends to `problems` each value that is
+    ambiguous or not valid text.
+    """
     if isinstance(value, dict):
         return {
-            # `tree` is the whole tree: the method that it chooses decides the type of a key.
+            # Pass the whole tree: the method that it selects decides the type of a key.
             key: as_written(one, unquoted, (*place, key), tree, origins, problems)
             for key, one in value.items()
         }
@@ -142,47 +145,49 @@ def as_written(
             for at, one in enumerate(value)
         ]
     written, key = unquoted.get(place), ".".join(place)
-    if isinstance(value, str) and (found := _not_text(value)) is not None:
-        problems.append(Problem(key=key, what=found[0], fix=found[1], where=origins.of(key)))
+    if isinstance(value, str) and (fault := _not_text(value)) is not None:
+        problems.append(Problem(key=key, what=fault[0], fix=fault[1], where=origins.of(key)))
     if written is None:
         return value
     types = leaf_types(place, tree)
     if _is_text(types):
-        # Null where the key takes null; where it does not, null is refused as such.
+        # Null stays null; validation refuses it if the key does not take it.
         return value if is_null(written) else written
-    # Text that is quoted has one meaning; only plain scalars are doubtful.
-    found = doubt(written) if types & {Any, bool, int, float} else None
-    if found is not None:
-        problems.append(Problem(key=key, what=found[0], fix=found[1], where=origins.of(key)))
+    # Quoted text has one meaning; only plain scalars may be ambiguous.
+    fault = doubt(written) if types & {Any, bool, int, float} else None
+    if fault is not None:
+        problems.append(Problem(key=key, what=fault[0], fix=fault[1], where=origins.of(key)))
     return value
 
 
 def _is_text(types: Set[Any]) -> bool:
-    """True for a key that takes text and no number."""
+    """Return True for a key that takes text and no number."""
     return bool(types & {str, Path}) and not types & {Any, bool, int, float}
 
 
 def _not_text(value: str) -> tuple[str, str] | None:
-    """Return the fault of text that UTF-8 cannot hold, and the fix."""
+    """Return (fault, fix) for text that UTF-8 cannot encode; None for other text."""
     if any("\ud800" <= character <= "\udfff" for character in value):
         fix = "write it in the encoding of your locale (`locale charmap`), or rename the file"
-        return f"{_printable(value)} holds bytes that are not text in this locale", fix
+        return f"{_printable(value)} contains bytes that are not text in this locale", fix
     return None
 
 
 def resolve_paths(tree: Any, prefix: str, folder: Path) -> Any:
-    """`tree`, the value at the dotted key `prefix`, with its relative paths made absolute from
-    `folder` and files of text replaced by their content; edits in place. Raises ConfigError for
-    such a file that cannot be read."""
+    """Resolve the paths in `tree`, the value at the dotted key `prefix`, in place, and return it.
+
+    Relative paths become absolute, starting at `folder`; for keys of text that name a file, the
+    path becomes the file's content. Raises ConfigError if such a file cannot be read.
+    """
     at = pattern_of(prefix)
-    # Keys come from the schema, so a new path is resolved without a line here.
+    # The schema lists the keys, so a new path key needs no change here.
     for key, resolve in (
         *((key, _absolute) for key in path_keys()),
         *((key, _content) for key in text_keys()),
     ):
         if key == at:
             return resolve(key, tree, folder)
-        # An override may set a whole section, whose keys lie below its own.
+        # An override may set a whole section, which contains the key.
         if not at or key.startswith((f"{at}.", f"{at}[]")):
             *parents, last = re.findall(r"[^.\[\]]+|\[\]", key[len(at) :])
             for holder in _holders(tree, parents):
@@ -192,7 +197,7 @@ def resolve_paths(tree: Any, prefix: str, folder: Path) -> Any:
 
 
 def _holders(tree: Any, parents: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The sections at `parents` in `tree`, `[]` standing for every entry of a list."""
+    """Yield the sections at `parents` in `tree`; `[]` stands for every entry of a list."""
     if not parents:
         if isinstance(tree, dict):
             yield tree
@@ -210,30 +215,29 @@ def _absolute(key: str, value: Any, folder: Path) -> Any:
 
 
 def _path(key: str, value: str, folder: Path) -> Path:
-    """The absolute path that `value` means from `folder`. Raises ConfigError for a path that cannot
-    be a file's, or that libraries would read as another."""
+    """Return the absolute path of `value`, starting at `folder`. Raises ConfigError for an invalid
+    path, and for a path that some libraries would open as another file."""
     try:
         if "\0" in value:
-            raise RuntimeError("no path holds a NUL character")
-        # Not resolve(): a symbolic link stays the name that the user chose.
+            raise RuntimeError("a path cannot contain a NUL character")
+        # abspath, not resolve(): a symbolic link keeps the name that the user chose.
         path = os.path.abspath(folder / Path(value).expanduser())
-    except RuntimeError as error:  # `~name` of a user that does not exist, too
-        problem = Problem(key=key, what=f"{value!r}: {error}", fix="write the whole path")
+    except RuntimeError as error:  # also from expanduser, if the user of `~name` does not exist
+        problem = Problem(key=key, what=f"{value!r}: {error}", fix="write the absolute path")
         raise ConfigError("", [problem]) from error
     encoding = sys.getfilesystemencoding()
     # Libraries in other languages (TensorBoard, safetensors, tokenizers) open a path by its UTF-8
-    # bytes, Python by those of the locale: outside ASCII, these would be two files.
+    # bytes, and Python by its bytes in the locale: outside ASCII, these may be two files.
     if not path.isascii() and (encoding != "utf-8" or _not_text(path) is not None):
-        what = f"{_printable(path)} is not a path that all parts of a run can open in this locale"
+        what = f"{_printable(path)} is a path that some libraries cannot open in this locale"
         fix = "set LC_ALL=C.UTF-8 or another UTF-8 locale, or use a path of ASCII characters"
         raise ConfigError("", [Problem(key=key, what=f"{what} ({encoding})", fix=fix)])
     return Path(path)
 
 
 def _content(key: str, value: Any, folder: Path) -> Any:
-    """Return the text that `value` is, or the content of the file that it names: a template
-    contains a brace, the name of a file does not."""
-    # The text itself was given, not the name of a file.
+    """Return the content of the file that `value` names, or `value` itself if it is a template: it
+    then contains a brace or a line break."""
     if not isinstance(value, str) or "{" in value or "\n" in value:
         return value
     path = _path(key, value, folder)
@@ -241,7 +245,7 @@ def _content(key: str, value: Any, folder: Path) -> Any:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        fix = "name a file, or write the text itself, with its braces"
+        fix = "name a readable file, or write the template itself, with its braces"
         problem = Problem(key=key, what=f"{path} cannot be read: {reason}", fix=fix)
         raise ConfigError("", [problem]) from error
 
@@ -264,7 +268,7 @@ def _override(tree: Tree, override: str, origins: Origins) -> None:
         raise ConfigError(
             "command line", [Problem(key=_printable(key), what=what, fix=fix, where=where)]
         )
-    # First, so that every error below names the command line.
+    # Set the origin first, so that every error below names the command line.
     origins.set(key, where)
     place = tuple(parts)
     try:
@@ -273,13 +277,13 @@ def _override(tree: Tree, override: str, origins: Origins) -> None:
         raise ConfigError(
             "command line", [Problem(key=key, what=fault.what, fix=fault.fix, where=where)]
         ) from fault
-    # The value was read alone: its places start at the key.
+    # The value was parsed by itself, so prefix its places with the key.
     unquoted = {(*place, *at): written for at, written in document.unquoted.items()}
     problems: list[Problem] = []
     value = as_written(document.value, unquoted, place, tree, origins, problems)
     if problems:
         raise ConfigError("command line", problems)
-    # A path on the command line starts at the current folder, as in any shell.
+    # As in a shell, a path on the command line starts at the current folder.
     value = resolve_paths(value, key, Path.cwd())
     holder: Any = tree
     for depth, part in enumerate(parts[:-1]):
@@ -287,17 +291,17 @@ def _override(tree: Tree, override: str, origins: Origins) -> None:
     last = parts[-1]
     if isinstance(holder, list):
         holder[_index(holder, last, key, where)] = value
-    # Anything else was refused by _step_into.
+    # _step_into has refused anything else.
     elif isinstance(holder, dict):
         holder[last] = value
 
 
 def _override_value(place: KeyPath, text: str, tree: Tree) -> YamlDocument:
-    """The value that `text` gives to the key at `place`. Raises YamlFault."""
+    """Return the value that `text` sets for the key at `place`. Raises YamlFault."""
     if not text.strip():
         raise YamlFault(*NO_VALUE)
     if _is_text(leaf_types(place, tree)) and not _is_quoted(text) and not is_null(text.strip()):
-        # Not YAML: a `#`, a colon, a brace or a line break in it is the user's.
+        # The text is not parsed as YAML, so `#`, colons, braces and line breaks stay in it.
         return YamlDocument(value=text)
     try:
         return read_document(text, comments=False)
@@ -308,7 +312,7 @@ def _override_value(place: KeyPath, text: str, tree: Tree) -> YamlDocument:
 
 
 def _is_quoted(text: str) -> bool:
-    """True if `text` as a whole is one quoted YAML scalar."""
+    """Return True if the whole of `text` is one quoted YAML scalar."""
     if text.strip()[:1] not in ("'", '"'):
         return False
     try:
@@ -325,19 +329,19 @@ def _printable(text: str) -> str:
 def _step_into(
     holder: Any, part: str, dotted: Sequence[str], tree: Mapping[str, Any], where: str
 ) -> Any:
-    """The section or list at `dotted`, made where it is absent; a method's bare name becomes
-    `{name: ...}`."""
+    """Return the section or list at `dotted`, which is created if it is absent. A method's bare
+    name becomes `{name: ...}`."""
     position: Any = (
         _index(holder, part, ".".join(dotted), where) if isinstance(holder, list) else part
     )
     inside = holder[position] if isinstance(holder, list) else holder.get(position)
     if inside is None:
         inside = {}
-    # `objective.loss.clip_low=0.1` after `loss: ppo_clip` in the file.
+    # For `objective.loss.clip_low=0.1` on `loss: ppo_clip` in the file.
     elif isinstance(inside, str) and is_method(models_at(dotted, tree)):
         inside = {"name": inside}
     if not isinstance(inside, (dict, list)):
-        what = f"holds {json.dumps(inside, default=str)}, not a section"
+        what = f"is {json.dumps(inside, default=str)}, not a section"
         raise ConfigError(
             "command line",
             [Problem(key=".".join(dotted), what=what, fix="set this key itself", where=where)],

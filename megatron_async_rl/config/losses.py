@@ -27,98 +27,100 @@ Aggregation = Literal[
 
 
 NATS_PER_ROOT_TOKEN = 0.03
-"""Spread of the logarithm of a response's ratio over the square root of its length, by a public fit
-of the mismatch between trainers and engines alone; staleness adds to it."""
+"""Standard deviation of the logarithm of a response's ratio, divided by the square root of its
+length in tokens. The value is a public fit of the mismatch between trainers and engines without
+staleness, which adds to it."""
 LONG_RESPONSE = 512
-"""Tokens at which that spread, 0.68 nats, is a factor of 2: the default cap of `tis`. The studies
-of this project had answers of 6 to 14 tokens."""
+"""Number of tokens at which this deviation, 0.68 nats, is a factor of 2: the default cap of `tis`.
+The studies of this project had answers of 6 to 14 tokens."""
 
 Ratio = Literal["pi/mu", "prox/mu", "pi/prox"]
 Proximal = Literal["behavior", "recompute", "loglinear", "ewma", "snapshot"]
 
 
 class ReadsRatios(MethodSettings):
-    """Settings of a method that may read ratios of policies."""
+    """Base of the settings of a method that may read ratios of policies."""
 
     @property
     def ratios(self) -> frozenset[Ratio]:
-        """Ratios that the method reads, with these settings."""
+        """Ratios that the method reads with these settings."""
         return frozenset()
 
     @property
     def weighs_each_token(self) -> bool:
-        """True when a ratio to the behavior policy is nothing but that token's own importance
-        weight (or decides about that token alone). It then is the right weight of what was sampled,
-        whatever distribution that was sampled from."""
+        """True if each ratio to the behavior policy is only its own token's importance weight, or
+        only masks its own token. Such a weight is correct for any sampling distribution."""
         return False
 
     @property
     def multiplies_over_response(self) -> bool:
-        """True when the method reads the product of a ratio over all tokens of a response (or the
-        sum of its logarithm), which grows or falls with the response's length."""
+        """True if the method reads the product of a ratio over all tokens of a response, or the sum
+        of its logarithm. The spread of both grows with the response's length."""
         return False
 
 
 def engine_ratios(method: ReadsRatios, proximal: Proximal) -> frozenset[Ratio]:
-    """Ratios of the method that compare a log-prob of the trainer with one of the engine."""
-    own: dict[Ratio, bool] = {
+    """Return the method's ratios of a trainer's log-prob to an engine's log-prob."""
+    compares_engine: dict[Ratio, bool] = {
         "pi/mu": True,
-        # With `behavior` both are the engine's, and the ratio is 1.
+        # With `behavior` both log-probs are the engine's, and the ratio is 1.
         "prox/mu": proximal != "behavior",
-        # The engine's log-probs are (`behavior`), or are part of (`loglinear`), the proximal ones.
+        # `behavior` uses the engine's log-probs, and `loglinear` interpolates between them and the
+        # trainer's.
         "pi/prox": proximal in ("behavior", "loglinear"),
     }
-    return frozenset(ratio for ratio in method.ratios if own[ratio])
+    return frozenset(ratio for ratio in method.ratios if compares_engine[ratio])
 
 
 class LossSettings(ReadsRatios):
-    """The class attributes are facts about the loss, for config/objective.py, the rules and
-    objectives/."""
+    """Base of every loss's settings. The class attributes are properties of the loss, which
+    config/objective.py, the rules and objectives/ read."""
 
     method_type: ClassVar[tuple[str, str]] = (
         "an instance of",
         "megatron_async_rl.objectives.method.LossMethod",
     )
     folder: ClassVar[str] = "megatron_async_rl.objectives.losses"
-    # ClassVar: facts about a method are not keys that a user could set.
+    # ClassVars, because properties of a method are not keys that a user may set.
     default_aggregation: ClassVar[Aggregation] = "token-mean"
-    """Taken when `objective.aggregation` is null. `seq-mean` marks a sequence-level loss, which
-    knows no other."""
+    """Aggregation if `objective.aggregation` is null. `seq-mean` marks a sequence-level loss, which
+    has no other aggregation."""
     uses_advantage: ClassVar[bool] = True
-    """False: the loss reads rewards (or nothing) instead, and goes with `advantage: none`."""
+    """False if the loss reads rewards or neither, and therefore needs `advantage: none`."""
     linear_in_advantage: ClassVar[bool] = False
-    """The gradient is the advantage times something that does not depend on the advantage, its sign
-    included."""
+    """True if the gradient is the advantage times a factor that does not depend on the advantage,
+    its sign included."""
     against_behavior: ClassVar[bool] = False
-    """The loss holds pi / pi_behavior itself, so a weight of the same ratio would correct twice."""
+    """True if the loss contains pi / pi_behavior, so that a weight of this ratio would correct
+    twice."""
     uses_proximal: ClassVar[bool] = False
-    """The loss holds a ratio to the proximal policy."""
+    """True if the loss contains a ratio to the proximal policy."""
     uses_reference: ClassVar[bool] = False
-    """The loss reads log-probs of the reference policy."""
+    """True if the loss reads log-probs of the reference policy."""
     decides_by_logp: ClassVar[bool] = False
-    """Before an optimizer step the loss looks at the log-probs of its whole batch."""
+    """True if the loss reads the log-probs of the whole batch before an optimizer step."""
     compares_group: ClassVar[bool] = False
-    """Needs at least two responses per prompt."""
+    """True if the loss needs at least two responses per prompt."""
     whole_group_of_one_version: ClassVar[bool] = False
-    """The loss is defined for groups that one weight version sampled."""
+    """True if the loss is defined only for groups that one weight version sampled."""
 
     @property
     def ratios(self) -> frozenset[Ratio]:
-        found: set[Ratio] = set()
+        read: set[Ratio] = set()
         if self.against_behavior:
-            found.add("pi/mu")
+            read.add("pi/mu")
         if self.uses_proximal:
-            found.add("pi/prox")
-        return frozenset(found)
+            read.add("pi/prox")
+        return frozenset(read)
 
     @property
     def level(self) -> Literal["token", "sequence"]:
-        # A sequence-level loss returns one number per sequence, so no other aggregation applies.
+        # A sequence-level loss returns one number per sequence, so its aggregation is fixed.
         return "sequence" if self.default_aggregation == "seq-mean" else "token"
 
 
 class ReinforceLoss(LossSettings):
-    """-A * logp."""
+    """REINFORCE: -A * logp."""
 
     method: ClassVar[Any] = "objectives.losses.reinforce:REINFORCE"
     linear_in_advantage: ClassVar[bool] = True
@@ -132,25 +134,27 @@ class ClipBounds(LossSettings):
     uses_proximal: ClassVar[bool] = True
 
     clip_low: PositiveFloat = 0.2
-    """The ratio is cut at 1 - clip_low from below."""
+    """Lower clip bound of the ratio: 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
-    """The ratio is cut at 1 + clip_high from above."""
+    """Upper clip bound of the ratio: 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """c of dual-clip PPO (arXiv 1912.09729): where A < 0 the loss is at most -A c."""
+    """Constant c of dual-clip PPO (arXiv 1912.09729): where A < 0 the loss is at most -A c. Null:
+    no bound."""
 
 
 class PpoClipLoss(ClipBounds):
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (arXiv 1707.06347; asymmetric bounds from
-    arXiv 2503.14476)."""
+    """PPO (arXiv 1707.06347; asymmetric bounds from arXiv 2503.14476): max(-A r, -A clip(r, 1 -
+    clip_low, 1 + clip_high))."""
 
     method: ClassVar[Any] = "objectives.losses.ppo_clip:PPO_CLIP"
 
     name: Literal["ppo_clip"] = "ppo_clip"
 
 
-# Two ratios: the clipped one is to the proximal policy, the weight to the sampling one.
+# The clipped ratio is to the proximal policy; the weight is a ratio to the sampling policy.
 class DecoupledPpoLoss(ClipBounds):
-    """sg(pi_prox / mu) * ppo_clip(pi / pi_prox) (arXiv 2110.00641; AReaL, arXiv 2505.24298)."""
+    """Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298): sg(pi_prox / mu) * ppo_clip(pi /
+    pi_prox)."""
 
     method: ClassVar[Any] = "objectives.losses.ppo_clip:DECOUPLED_PPO"
     against_behavior: ClassVar[bool] = True
@@ -159,7 +163,7 @@ class DecoupledPpoLoss(ClipBounds):
 
 
 class CispoLoss(LossSettings):
-    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logp (arXiv 2506.13585)."""
+    """CISPO (arXiv 2506.13585): -sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logp."""
 
     method: ClassVar[Any] = "objectives.losses.cispo:CISPO"
     uses_proximal: ClassVar[bool] = True
@@ -167,14 +171,14 @@ class CispoLoss(LossSettings):
 
     name: Literal["cispo"] = "cispo"
     clip_low: PositiveFloat = 0.5
-    """The weight is at least 1 - clip_low."""
+    """Lower bound of the weight: 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
-    """The weight is at most 1 + clip_high."""
+    """Upper bound of the weight: 1 + clip_high."""
 
 
-# Bounds are tighter than PPO's, as the mean over a response varies less than one token.
+# Bounds are tighter than PPO's, because the mean over a response varies less than one token.
 class GspoLoss(LossSettings):
-    """PPO's clip on the sequence's ratio exp(mean log r), per token (arXiv 2507.18071)."""
+    """GSPO (arXiv 2507.18071): PPO's clip of the sequence's ratio exp(mean log r), per token."""
 
     method: ClassVar[Any] = "objectives.losses.gspo:GSPO"
     default_aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
@@ -182,16 +186,16 @@ class GspoLoss(LossSettings):
 
     name: Literal["gspo"] = "gspo"
     clip_low: PositiveFloat = 0.03
-    """The sequence's ratio is cut at 1 - clip_low from below. The paper, with hardly stale data,
-    takes 3e-4."""
+    """Lower clip bound of the sequence's ratio: 1 - clip_low. The paper, whose data is hardly
+    stale, uses 3e-4."""
     clip_high: PositiveFloat = 0.04
-    """The sequence's ratio is cut at 1 + clip_high from above. The paper, with hardly stale data,
-    takes 4e-4."""
+    """Upper clip bound of the sequence's ratio: 1 + clip_high. The paper, whose data is hardly
+    stale, uses 4e-4."""
 
 
 class GmpoLoss(LossSettings):
-    """-A * exp(mean of the token log-ratios, each clipped on the side of A's sign) (arXiv
-    2507.20673)."""
+    """GMPO (arXiv 2507.20673): -A * exp(mean of the token log-ratios, each clipped on the side of
+    A's sign)."""
 
     method: ClassVar[Any] = "objectives.losses.gmpo:GMPO"
     default_aggregation: ClassVar[Aggregation] = "seq-mean"
@@ -199,13 +203,13 @@ class GmpoLoss(LossSettings):
 
     name: Literal["gmpo"] = "gmpo"
     clip_low: PositiveFloat = 0.4
-    """Lower bound of the log-ratio, applied where A < 0: -clip_low."""
+    """Lower bound of the log-ratio, which applies where A < 0: -clip_low."""
     clip_high: PositiveFloat = 0.4
-    """Upper bound of the log-ratio, applied where A > 0."""
+    """Upper bound of the log-ratio, which applies where A > 0."""
 
 
 class SapoLoss(LossSettings):
-    """-A * (4 / tau) * sigmoid(tau (r - 1)) (arXiv 2511.20347)."""
+    """SAPO (arXiv 2511.20347): -A * (4 / tau) * sigmoid(tau (r - 1))."""
 
     method: ClassVar[Any] = "objectives.losses.sapo:SAPO"
     default_aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
@@ -218,10 +222,10 @@ class SapoLoss(LossSettings):
     """Sharpness of the gate where A <= 0."""
 
 
-# DPPO masks by the distance of probabilities instead of clipping ratios.
+# DPPO masks tokens by a distance of probabilities instead of clipping ratios.
 class DppoTvLoss(LossSettings):
-    """-A * sg(min(w, cap)) * logp, w = pi / mu; 0 where pi has moved more than `threshold` from mu
-    on A's side (arXiv 2602.04879)."""
+    """DPPO with total variation (arXiv 2602.04879): -A * sg(min(w, cap)) * logp, with w = pi / mu.
+    The loss is 0 where pi differs from mu by more than `threshold` on the side of A's sign."""
 
     method: ClassVar[Any] = "objectives.losses.dppo:DPPO_TV"
     against_behavior: ClassVar[bool] = True
@@ -230,12 +234,12 @@ class DppoTvLoss(LossSettings):
     threshold: PositiveFloat = 0.15
     """Largest |pi - mu| of a token's probability."""
     cap: PositiveFloat = 20.0
-    """Larger weights are cut to it."""
+    """Largest weight w."""
 
 
 class DppoKlLoss(LossSettings):
-    """Variant of `dppo_tv` whose mask uses the two-outcome KL divergence of the token's
-    probability (arXiv 2602.04879)."""
+    """DPPO with KL divergence (arXiv 2602.04879): `dppo_tv` with a mask by the two-outcome KL
+    divergence of the token's probability."""
 
     method: ClassVar[Any] = "objectives.losses.dppo:DPPO_KL"
     against_behavior: ClassVar[bool] = True
@@ -244,13 +248,13 @@ class DppoKlLoss(LossSettings):
     threshold: PositiveFloat = 0.05
     """Largest divergence from mu to pi; nats."""
     cap: PositiveFloat = 20.0
-    """Larger weights are cut to it."""
+    """Largest weight w."""
 
 
-# Losses that read rewards directly go with `advantage: none`.
+# Losses that read rewards directly need `advantage: none`.
 class ToprLoss(LossSettings):
-    """-c * R * logp, c = 1 where R >= 0, else sg(min(1, product of w)) over the sequence, w = pi /
-    mu (arXiv 2503.14286)."""
+    """TOPR (arXiv 2503.14286): -c * R * logp, with c = 1 where R >= 0, else sg(min(1, product of w
+    over the sequence)), and w = pi / mu."""
 
     method: ClassVar[Any] = "objectives.losses.topr:TOPR"
     default_aggregation: ClassVar[Aggregation] = "seq-mean-token-sum"
@@ -265,8 +269,8 @@ class ToprLoss(LossSettings):
 
 
 class TrajectoryBalanceLoss(LossSettings):
-    """(log Z + sum(logp - logp_ref) - R / beta)^2 per sequence, log Z the group's mean estimate
-    (TBA, arXiv 2503.18929)."""
+    """Trajectory balance (TBA, arXiv 2503.18929): (log Z + sum(logp - logp_ref) - R / beta)^2 per
+    sequence, where log Z is the group's mean estimate."""
 
     method: ClassVar[Any] = "objectives.losses.trajectory_balance:TRAJECTORY_BALANCE"
     default_aggregation: ClassVar[Aggregation] = "seq-mean"
@@ -277,13 +281,13 @@ class TrajectoryBalanceLoss(LossSettings):
 
     name: Literal["trajectory_balance"] = "trajectory_balance"
     beta: PositiveFloat = 0.05
-    """Reward that weighs as much as one nat of divergence from the reference."""
+    """Reward equivalent of one nat of divergence from the reference."""
 
 
-# The group's value is defined for responses that one weight version sampled.
+# The group's value is defined only for responses that one weight version sampled.
 class OaplLoss(LossSettings):
-    """(beta_policy * sum(logp - logp_behavior) - (R - V))^2 per sequence, V = beta_value * log mean
-    exp(R / beta_value) over the group (arXiv 2602.19362)."""
+    """OAPL (arXiv 2602.19362): (beta_policy * sum(logp - logp_behavior) - (R - V))^2 per sequence,
+    with V = beta_value * log mean exp(R / beta_value) over the group."""
 
     method: ClassVar[Any] = "objectives.losses.oapl:OAPL"
     default_aggregation: ClassVar[Aggregation] = "seq-mean"
@@ -294,13 +298,14 @@ class OaplLoss(LossSettings):
 
     name: Literal["oapl"] = "oapl"
     beta_value: PositiveFloat = 1.0
-    """Temperature of the group's value: small takes the best reward, large the mean."""
+    """Temperature of the group's value, which tends to the best reward for small and to the mean
+    reward for large temperatures."""
     beta_policy: PositiveFloat = 0.001
-    """Advantage that one nat of log-ratio stands for."""
+    """Advantage equivalent of one nat of log-ratio."""
 
 
 class KimiLoss(LossSettings):
-    """(R - mean R - tau * sum(log r))^2 per sequence (Kimi k1.5, arXiv 2501.12599)."""
+    """Kimi k1.5 (arXiv 2501.12599): (R - mean R - tau * sum(log r))^2 per sequence."""
 
     method: ClassVar[Any] = "objectives.losses.kimi:KIMI"
     default_aggregation: ClassVar[Aggregation] = "seq-mean"
@@ -310,25 +315,25 @@ class KimiLoss(LossSettings):
 
     name: Literal["kimi"] = "kimi"
     tau: PositiveFloat = 0.1
-    """Centred reward that one nat of log-ratio stands for."""
+    """Equivalent of one nat of log-ratio, in units of the centred reward."""
 
 
 class VespoLoss(LossSettings):
-    """-sg(phi) * A * logp, phi = exp(lambda + k log W - lambda W), W the sequence's ratio to prox
-    (arXiv 2602.10693)."""
+    """VESPO (arXiv 2602.10693): -sg(phi) * A * logp, with phi = exp(lambda + k log W - lambda W),
+    where W is the sequence's ratio to the proximal policy."""
 
     method: ClassVar[Any] = "objectives.losses.vespo:VESPO"
     uses_proximal: ClassVar[bool] = True
 
     name: Literal["vespo"] = "vespo"
     k_pos: NonNegativeFloat = 2.0
-    """k where A > 0: how fast phi falls for small W."""
+    """Exponent k where A > 0: the decay of phi for small W."""
     lambda_pos: NonNegativeFloat = 3.0
-    """lambda where A > 0: how fast phi falls for large W."""
+    """Rate lambda where A > 0: the decay of phi for large W."""
     k_neg: NonNegativeFloat = 3.0
-    """k where A <= 0."""
+    """Exponent k where A <= 0."""
     lambda_neg: NonNegativeFloat = 2.0
-    """lambda where A <= 0."""
+    """Rate lambda where A <= 0."""
 
     @property
     def multiplies_over_response(self) -> bool:
@@ -336,8 +341,8 @@ class VespoLoss(LossSettings):
 
 
 class GipoLoss(LossSettings):
-    """-sg(exp(-(log w / sigma)^2 / 2)) * w * A, w = pi / mu (arXiv 2603.03955; known from
-    third-party copies only)."""
+    """GIPO (arXiv 2603.03955; known from third-party copies only): -sg(exp(-(log w / sigma)^2 / 2))
+    * w * A, with w = pi / mu."""
 
     method: ClassVar[Any] = "objectives.losses.gipo:GIPO"
     against_behavior: ClassVar[bool] = True
@@ -349,24 +354,25 @@ class GipoLoss(LossSettings):
 
 
 class AspoLoss(LossSettings):
-    """-A * sg(g) * logp: where A > 0, g = 1 / r and 0 for r > 1 + clip_high; where A < 0, g = r and
-    0 for r < 1 - clip_low; g at most dual_clip (arXiv 2510.06062; known from third-party copies
-    only)."""
+    """ASPO (arXiv 2510.06062; known from third-party copies only): -A * sg(g) * logp. Where A > 0,
+    g is 1 / r, and 0 for r > 1 + clip_high. Where A < 0, g is r, and 0 for r < 1 - clip_low. g is
+    at most dual_clip."""
 
     method: ClassVar[Any] = "objectives.losses.aspo:ASPO"
     uses_proximal: ClassVar[bool] = True
 
     name: Literal["aspo"] = "aspo"
     clip_low: PositiveFloat = 0.2
-    """Lower bound: ratios below 1 - clip_low have no gradient where A < 0."""
+    """Lower bound: tokens with r < 1 - clip_low have no gradient where A < 0."""
     clip_high: PositiveFloat = 0.2
-    """Upper bound: ratios above 1 + clip_high have no gradient where A > 0."""
+    """Upper bound: tokens with r > 1 + clip_high have no gradient where A > 0."""
     dual_clip: Annotated[float, Field(gt=1.0)] = 3.0
-    """Largest gradient weight; larger ones are cut to it and keep their gradient."""
+    """Largest weight g. Tokens with a larger weight get this weight; they are not masked."""
 
 
 class MinirlLoss(LossSettings):
-    """-M * sg(min(w, cap)) * A * logp, w = pi / mu, M = PPO's mask on r (arXiv 2512.01374)."""
+    """MiniRL (arXiv 2512.01374): -M * sg(min(w, cap)) * A * logp, where w = pi / mu and M is PPO's
+    mask on r."""
 
     method: ClassVar[Any] = "objectives.losses.minirl:MINIRL"
     default_aggregation: ClassVar[Aggregation] = "seq-mean-token-sum"
@@ -379,13 +385,13 @@ class MinirlLoss(LossSettings):
     clip_high: PositiveFloat = 0.27
     """Upper bound: tokens with r > 1 + clip_high are masked where A > 0."""
     cap: PositiveFloat = 5.0
-    """Larger weights are cut to it."""
+    """Largest weight w."""
 
 
-# M2PO and BAPO look at the whole optimizer-step batch before the first micro-batch.
+# M2PO and BAPO read the whole optimizer-step batch before its first micro-batch.
 class M2poLoss(LossSettings):
-    """-w * A, w = pi / mu, with the second moment of log w bounded over the optimizer-step batch
-    (arXiv 2510.01161)."""
+    """M2PO (arXiv 2510.01161): -w * A, with w = pi / mu and a bound on the second moment of log w
+    over the optimizer-step batch."""
 
     method: ClassVar[Any] = "objectives.losses.m2po:M2PO"
     against_behavior: ClassVar[bool] = True
@@ -393,12 +399,12 @@ class M2poLoss(LossSettings):
 
     name: Literal["m2po"] = "m2po"
     mode: Literal["mask", "cap"] = "mask"
-    """`mask`: the tokens with the largest (log w)^2 are left out until the mean of the others is
-    within the bound (the paper's Algorithm 1). `cap`: PPO's clip of w to [e^-c, e^c], c such that
-    the mean of min((log w)^2, c^2) is the bound."""
+    """Enforcement of the bound. `mask`: the tokens with the largest (log w)^2 are left out until
+    the mean of the others is within the bound (Algorithm 1 of the paper). `cap`: PPO's clip of w to
+    [e^-c, e^c], with c such that the mean of min((log w)^2, c^2) equals the bound."""
     candidates: Literal["harmful", "all"] = "harmful"
-    """Tokens whose moment is bounded. `harmful`: those PPO could clip, with A > 0 and w > 1 or A <
-    0 and w < 1."""
+    """Tokens whose moment is bounded. `harmful`: the tokens that PPO could clip, with A > 0 and w >
+    1, or A < 0 and w < 1. `all`: all tokens."""
     second_moment: PositiveFloat = 0.04
     """Bound on the mean (log w)^2; nats squared."""
 
@@ -413,9 +419,9 @@ def _rising(bounds: tuple[float, float, float]) -> tuple[float, float, float]:
 
 
 def _as_tuple(value: Any) -> Any:
-    """A method's settings come through a Python function (config/settings_model.py), after which
-    strict refuses the file's list for a tuple."""
-    # JSON has lists only.
+    """Convert a list to a tuple. Method settings pass through a Python validator
+    (`or_plug_in` in config/settings_model.py), after which strict mode refuses a list for a
+    tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -423,8 +429,8 @@ Search = Annotated[tuple[float, float, float], BeforeValidator(_as_tuple), After
 
 
 class BapoLoss(LossSettings):
-    """PPO's clip of w = pi / mu with bounds searched for each batch, so that tokens with A > 0 make
-    up `target_share` of the loss (arXiv 2510.18927)."""
+    """BAPO (arXiv 2510.18927): PPO's clip of w = pi / mu, whose bounds are searched for each batch
+    until tokens with A > 0 contribute `target_share` of the loss."""
 
     method: ClassVar[Any] = "objectives.losses.bapo:BAPO"
     against_behavior: ClassVar[bool] = True
@@ -432,26 +438,26 @@ class BapoLoss(LossSettings):
 
     name: Literal["bapo"] = "bapo"
     target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.4
-    """Target share of the loss's magnitude from tokens with A > 0; the search stops there."""
+    """Target share of tokens with A > 0 in the magnitude of the loss; the search stops there."""
     low: Search = (0.6, 0.9, 0.02)
-    """Lower bound of the ratio: where the search starts, where it ends, its step. It rises after
-    the upper bound."""
+    """Search range of the ratio's lower bound: [start, end, step]. It rises after the upper
+    bound."""
     high: Search = (1.2, 3.0, 0.05)
-    """Upper bound of the ratio: where the search starts, where it ends, its step."""
+    """Search range of the ratio's upper bound: [start, end, step]."""
 
     @model_validator(mode="after")
     def _bounds_stay_apart(self) -> BapoLoss:
-        # The two searches must not cross, or an interval would be empty.
+        # The search ranges must not overlap, or the clip interval could be empty.
         if self.low[1] > self.high[0]:
             raise ValueError(
-                f"low may end at {self.low[1]}, above where high starts, {self.high[0]}: the bounds"
-                " would cross"
+                f"the end of low ({self.low[1]}) is above the start of high ({self.high[0]}), so"
+                " the bounds could cross; set it to at most the start of high"
             )
         return self
 
 
 class SftLoss(LossSettings):
-    """-logp of given responses: supervised warm starts."""
+    """Supervised fine-tuning: -logp of given responses, for warm starts."""
 
     method: ClassVar[Any] = "objectives.losses.sft:SFT"
     uses_advantage: ClassVar[bool] = False
@@ -483,12 +489,12 @@ Loss = Annotated[
             BapoLoss,
             SftLoss,
         ],
-        # The discriminator makes an unknown name one error, not one per member.
+        # With a discriminator pydantic reports an unknown name once, not once per member.
         Field(discriminator="name"),
     ],
-    # Outside the union: a plug-in's name is not one of its tags.
+    # The plug-in validator wraps the union, because a plug-in's name is not one of its tags.
     or_plug_in(LossSettings),
     BeforeValidator(bare_name),
-    # A plug-in has fields of its own, which the stored configuration must keep.
+    # The stored configuration must keep a plug-in's own fields.
     SerializeAsAny(),
 ]

@@ -1,7 +1,7 @@
-"""User errors: what is wrong, where, and the fix, as fields that are rendered here alone.
+"""User errors: the fault, its place and its fix, as fields. Only this module renders them as text.
 
 Invariants:
-- an error carries fields; nothing reads a message to find out what happened;
+- an error carries fields, and no code parses a message;
 - six problems and a title fit on one screen.
 """
 
@@ -14,28 +14,29 @@ from pathlib import Path
 from typing import Self
 
 SCREEN_PROBLEMS = 6
-"""Problems shown at once: at most four lines each, so that a screen of 30 lines holds them."""
+"""Number of problems shown at once. Each has at most four lines, so they fit on 30 lines."""
 
 SHARE = Path(__file__).parents[1] / "share"
 """Pages, examples, launchers and reference vectors: links in a checkout, copies in a wheel."""
 
 
 def shipped(name: str) -> str:
-    """Path of a file of SHARE, such as docs/study.md, for a message: from the current folder where
-    it lies in it."""
+    """Return the path of a file in SHARE, such as docs/study.md, for a message: relative if the
+    file is below the current folder, else absolute."""
     path, here = (SHARE / name).resolve(), Path.cwd()
     # A path that the user can paste into a command.
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the nearest of `known`, with a blank after it; or no text."""
+    """Return the question "did you mean ...? " with the nearest name in `known` and a trailing
+    blank; empty if no name is near."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}? " if near else ""
 
 
 def number_of(noun: str, count: int, singular: str = "", plural: str = "") -> str:
-    """`count` things, and the form of the verb: `1 rank does`, `2 ranks do`."""
+    """Return the count, the noun and the matching verb form: `1 rank does`, `2 ranks do`."""
     ending = "es" if noun.endswith("ch") else "s"
     text = (noun, singular) if count == 1 else (f"{noun}{ending}", plural)
     return " ".join((str(count), *filter(None, text)))
@@ -43,8 +44,11 @@ def number_of(noun: str, count: int, singular: str = "", plural: str = "") -> st
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """`key`: dotted config key, command-line option, or the file in fault. `where`: file:line, or
-    the command line, that set it."""
+    """One fault in a user's input, and its fix.
+
+    `key`: dotted config key, command-line option, or name of the faulty file. `where`: the
+    file:line or the command line that set it.
+    """
 
     # Fields, not a sentence: commands, `mar init` and tests read them.
     key: str
@@ -58,9 +62,9 @@ class Problem:
 
 
 class UserError(Exception):
-    """An error that the user can put right. Commands print `str()` and exit with code 2.
+    """An error that the user can fix. Commands print `str()` and exit with code 2.
 
-    `source`: the file or command line that the problems are in; empty where each names its own.
+    `source`: the file or command line with the problems; empty if each problem names its own.
     """
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
@@ -84,15 +88,15 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be read, does not follow the schema or cannot run."""
+    """Error for a configuration that cannot be read, does not follow the schema, or cannot run."""
 
 
 class DataError(ValueError):
-    """Refused data. `line` counts from 1; null where the file as a whole is wrong. Survives
-    pickling across processes."""
+    """Error for refused data. `line` counts from 1; None if the fault concerns the whole file. The
+    error survives pickling between processes."""
 
     def __init__(self, path: Path | str, line: int | None, what: str, fix: str) -> None:
-        # The arguments of __init__ in their order: unpickling calls it with `args`.
+        # Pass the arguments of __init__ in order: unpickling calls __init__ with `args`.
         super().__init__(str(path), line, what, fix)
         self.path = Path(path)
         self.line = line
@@ -100,7 +104,7 @@ class DataError(ValueError):
         self.fix = fix
 
     def problem(self, key: str) -> Problem:
-        """Return the same fault as one of a configuration, whose `key` names the data."""
+        """Return the fault as a configuration problem; `key` is the config key of the data."""
         where = str(self.path) if self.line is None else f"{self.path}:{self.line}"
         return Problem(key=key, what=f"{where}: {self.what}", fix=self.fix)
 

@@ -1,8 +1,8 @@
-"""How responses are drawn, in training and of held-out prompts, and what that means for log-probs.
+"""Settings of sampling, for training and for held-out prompts.
 
-An engine reports the log-prob of the distribution that it drew from; the trainer's is log
-softmax(logits / temperature), over the whole vocabulary. `RENORMALISING` lists the settings that
-make them differ at equal weights.
+An engine reports log-probs of the distribution that it samples from; the trainer computes log
+softmax(logits / temperature) over the whole vocabulary. `RENORMALISING` lists the settings with
+which the two differ at equal weights.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from megatron_async_rl.config.data import DataConfig, FileConfig
 from megatron_async_rl.config.settings_model import Strict
 
 COLDEST = 0.01
-"""Lowest temperature above 0: vLLM would draw from this one for those below it, and not say so."""
+"""Lowest temperature above 0. vLLM would silently raise a lower one to this value."""
 
 
-def _drawn(temperature: float) -> float:
+def _require_supported(temperature: float) -> float:
     if 0 < temperature < COLDEST:
         raise ValueError(
-            f"{temperature:g} is below {COLDEST}, the lowest that vLLM draws at; set {COLDEST}, or"
-            " 0 for the likeliest token (held-out prompts only)"
+            f"{temperature:g} is below {COLDEST}, vLLM's lowest temperature; set {COLDEST}, or 0"
+            " for the likeliest token (held-out prompts only)"
         )
     return temperature
 
 
-Temperature = Annotated[float, Field(ge=0.0, le=2.0), AfterValidator(_drawn)]
+Temperature = Annotated[float, Field(ge=0.0, le=2.0), AfterValidator(_require_supported)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 MinShare = Annotated[float, Field(ge=0.0, lt=1.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -51,38 +51,39 @@ class SamplingConfig(Strict):
     """Divisor of the logits in sampling and in the trainer's log-probs, from 0.01 to 2. The value
     0, which selects the likeliest token, is for held-out prompts only."""
     max_tokens: PositiveInt
-    """Largest number of response tokens; longer responses end with finish reason `length`."""
+    """Largest number of response tokens; a response that would be longer ends with finish reason
+    `length`."""
     stop: tuple[Text, ...] = ()
     """Strings that end a response; the end-of-sequence tokens of the model always do."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Further tokens that end a response."""
     top_p: PositiveShare = 1.0
-    """Draw from the smallest set of likeliest tokens with at least this total probability; 1:
-    from all."""
+    """Sample from the smallest set of likeliest tokens with at least this total probability; 1
+    samples from all tokens."""
     top_k: NonNegativeInt = 0
-    """Draw from this number of likeliest tokens; 0: from all."""
+    """Sample from this number of likeliest tokens; 0 samples from all tokens."""
     min_p: MinShare = 0.0
-    """Draw from tokens with at least this share of the likeliest token's probability; 0: from
-    all."""
+    """Sample from tokens with at least this share of the likeliest token's probability; 0 samples
+    from all tokens."""
     repetition_penalty: PositiveFloat = 1.0
-    """Divisor of the positive logits, and factor of the negative ones, of tokens in the prompt
+    """Divisor of the positive logits, and factor of the negative logits, of tokens in the prompt
     and in the response so far; 1 has no effect."""
     presence_penalty: Penalty = 0.0
-    """Amount subtracted from the logits of tokens in the response so far."""
+    """Amount that is subtracted from the logits of tokens in the response so far."""
     frequency_penalty: Penalty = 0.0
-    """Amount subtracted from the logits of tokens in the response so far, times their number of
-    occurrences."""
+    """Amount that is subtracted from the logits of tokens in the response so far, per
+    occurrence."""
     bad_words: tuple[Text, ...] = ()
-    """Strings whose last token is never drawn after the others."""
+    """Strings whose last token is never sampled after their other tokens."""
 
     @property
     def needs_tokenizer(self) -> bool:
-        """The engine reads text."""
+        """True if the engine needs the tokenizer to read text."""
         return bool(self.stop or self.bad_words)
 
     @property
     def renormalised(self) -> list[str]:
-        """Settings that make an engine's log-probs differ from the trainer's, as `top_p: 0.9`."""
+        """Settings with which an engine's log-probs differ from the trainer's: `top_p: 0.9`."""
         return [
             f"{name}: {shown(getattr(self, name))}"
             for name in RENORMALISING
@@ -90,7 +91,7 @@ class SamplingConfig(Strict):
         ]
 
 
-# Stop conditions are missing: they end a response and change no probability.
+# Stop conditions are absent: they end a response and do not change probabilities.
 RENORMALISING = (
     "top_p",
     "top_k",
@@ -103,8 +104,8 @@ RENORMALISING = (
 
 
 class EvalSampling(SamplingConfig):
-    """Sampling for held-out prompts, after `EvalSamplingConfig` went over training's. The samples
-    are not trained on, so they need not follow the trainer's distribution."""
+    """Sampling for held-out prompts: that of training, overridden by `EvalSamplingConfig`. The
+    samples are not trained on, so they need not follow the trainer's distribution."""
 
     json_schema: Mapping[str, Any] | None = None
     regex: str | None = None
@@ -115,42 +116,43 @@ class EvalSampling(SamplingConfig):
 
 
 class EvalSamplingConfig(Strict):
-    """How responses to held-out prompts are drawn; null: as in training (rollout.sampling)."""
+    """Sampling of responses to held-out prompts. A key that is null uses rollout.sampling."""
 
     temperature: Temperature | None = None
-    """0 selects the likeliest token (greedy), with one response per prompt; else from 0.01 to 2."""
+    """Temperature, from 0.01 to 2. 0 selects the likeliest token (greedy) and needs one response
+    per prompt."""
     max_tokens: PositiveInt | None = None
-    """Response tokens."""
+    """Largest number of response tokens."""
     stop: tuple[Text, ...] | None = None
     """Strings that end a response."""
     stop_token_ids: tuple[NonNegativeInt, ...] | None = None
-    """Tokens that end a response, besides the model's own."""
+    """Further tokens that end a response."""
     top_p: PositiveShare | None = None
-    """1: from all tokens."""
+    """Total probability of the likeliest tokens to sample from; 1 samples from all tokens."""
     top_k: NonNegativeInt | None = None
-    """0: from all tokens."""
+    """Number of likeliest tokens to sample from; 0 samples from all tokens."""
     min_p: MinShare | None = None
-    """0: from all tokens."""
+    """Smallest share of the likeliest token's probability; 0 samples from all tokens."""
     repetition_penalty: PositiveFloat | None = None
-    """1: none."""
+    """Penalty on tokens in the prompt and in the response; 1 has no effect."""
     presence_penalty: Penalty | None = None
-    """0: none."""
+    """Penalty on tokens in the response; 0 has no effect."""
     frequency_penalty: Penalty | None = None
-    """0: none."""
+    """Penalty per occurrence of a token in the response; 0 has no effect."""
     bad_words: tuple[Text, ...] | None = None
-    """Strings whose last token is never drawn after the others."""
+    """Strings whose last token is never sampled after their other tokens."""
     json_schema: Mapping[str, Any] | None = None
-    """A response is JSON that fits this schema."""
+    """JSON Schema that every response follows."""
     regex: str | None = None
-    """A response matches this expression from its first to its last character."""
+    """Regular expression that every response matches as a whole."""
 
     @model_validator(mode="after")
     def _one_grammar(self) -> EvalSamplingConfig:
         if self.json_schema is not None and self.regex is not None:
             raise ValueError("json_schema and regex both constrain a response; keep one")
         if self.json_schema is not None:
-            # Only runs with a schema pay for the import.
-            from jsonschema import SchemaError, validators  # slow to import
+            # Imported here, because the import is slow and few runs have a schema.
+            from jsonschema import SchemaError, validators
 
             schema = dict(self.json_schema)
             try:
@@ -160,7 +162,7 @@ class EvalSamplingConfig(Strict):
                 raise ValueError(f"{what.splitlines()[0]}; write a valid JSON Schema") from error
         if self.regex is not None:
             try:
-                # Python's syntax is a first check; preflight calls vLLM's own grammar compiler.
+                # First check by Python's syntax; preflight calls vLLM's own grammar compiler.
                 re.compile(self.regex)
             except re.error as error:
                 raise ValueError(
@@ -169,69 +171,69 @@ class EvalSamplingConfig(Strict):
         return self
 
     def over(self, training: SamplingConfig) -> EvalSampling:
-        """Training's, changed by what is set here."""
-        # Null inherits, so a value equal to the default still overrides training's.
+        """Return the sampling of training, overridden by the keys that are set here."""
+        # Null inherits; a value overrides training's even if it equals the default.
         own = {name: value for name, value in dict(self).items() if value is not None}
         return EvalSampling.model_construct(**{**dict(training), **own})
 
 
 class EvalSetConfig(FileConfig):
-    """One set of held-out prompts. What is null is as in `eval`."""
+    """One set of held-out prompts. A key that is null uses the key of `eval`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
     """Name of the set in its metrics, such as `eval/NAME/mean`."""
     samples_per_prompt: PositiveInt | None = None
-    """Null: eval.samples_per_prompt."""
+    """Number of responses to each prompt; null uses eval.samples_per_prompt."""
     pass_at: tuple[PositiveInt, ...] | None = None
-    """Null: eval.pass_at."""
+    """Values of k of pass@k; null uses eval.pass_at."""
     pass_reward: float | None = None
-    """Null: eval.pass_reward."""
+    """Reward from which a response counts as passed; null uses eval.pass_reward."""
     sampling: EvalSamplingConfig | None = None
-    """Null: eval.sampling; what is null in it is as in training."""
+    """Sampling of the set, whose null keys use rollout.sampling; null uses eval.sampling."""
 
 
 class EvalConfig(Strict):
-    """Held-out evaluation before, during and after training; without this section there is none.
-    With objective.loss: sft it measures the loss of held-out responses, and only `sets` and `every`
-    apply."""
+    """Held-out evaluation before, during and after training; a run without this section does not
+    evaluate. With objective.loss: sft it measures the loss of held-out responses, and only `sets`
+    and `every` apply."""
 
     sets: tuple[EvalSetConfig, ...] = ()
     """Several sets of held-out prompts, each with its own sampling, instead of data.eval. The
     report and the live display show the first."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
-    """Sampling of every set without its own."""
+    """Sampling of the sets that have no sampling of their own."""
     samples_per_prompt: PositiveInt = 4
-    """Responses to each prompt."""
+    """Number of responses to each prompt."""
     every: NonNegativeInt = 0
-    """Versions between evaluations during training; 0: before the first and after the last step
-    only."""
+    """Number of weight versions between evaluations during training; 0 evaluates only before the
+    first and after the last step."""
     pass_at: tuple[PositiveInt, ...] = (1,)
-    """k of the pass@k to report: a prompt counts when one of k responses has a reward of at least
-    `pass_reward`."""
+    """Values of k of the reported pass@k: a prompt passes if at least one of k responses has a
+    reward of at least `pass_reward`."""
     pass_reward: float = 1.0
     """Reward from which a response counts as passed."""
     engines: NonNegativeInt = 0
-    """Engines that only evaluate, while training continues; 0: the training engines, and training
-    waits."""
+    """Number of engines that only evaluate, while training continues. With 0 the training engines
+    evaluate, and training waits."""
 
     @model_validator(mode="after")
     def _one_name_each(self) -> EvalConfig:
         names = [one.name for one in self.sets]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"eval.sets: two are called {twice[0]}; give each a name of its own")
-        # Metric names must stay unambiguous: `eval/part/NAME` has a meaning already.
+            raise ValueError(f"eval.sets: two sets are called {twice[0]}; give each its own name")
+        # `eval/part/NAME` is already the metric of a part of the reward.
         if "part" in names:
             raise ValueError(
-                "eval.sets: none can be called `part`: `eval/part/NAME` is the mean of a part of"
-                " the reward"
+                "eval.sets: a set cannot be called `part`, because `eval/part/NAME` is the mean of"
+                " a part of the reward; rename it"
             )
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutFile:
-    """The rows of one held-out set. `key`: its place in the configuration. `name`: empty for
+    """File of one held-out set. `key`: the set's dotted key in the configuration. `name`: empty for
     data.eval."""
 
     key: str
@@ -245,7 +247,7 @@ class HeldOutFile:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet(HeldOutFile):
-    """One set of held-out prompts with everything filled in."""
+    """One set of held-out prompts with all defaults filled in."""
 
     samples_per_prompt: int
     pass_at: tuple[int, ...]
@@ -256,16 +258,16 @@ class EvalSet(HeldOutFile):
 
 
 def _named_sets(data: DataConfig, evaluation: EvalConfig) -> list[tuple[str, EvalSetConfig]]:
-    """The sets in order, with their keys; data.eval alone is a list of one."""
+    """Return (dotted key, set) of the sets in order; data.eval is a single set."""
     named = [(f"eval.sets.{index}", one) for index, one in enumerate(evaluation.sets)]
     if not named and data.eval is not None:
-        # model_construct: validation would refuse an empty name.
+        # model_construct, because validation would refuse the empty name.
         named = [("eval", EvalSetConfig.model_construct(name="", path=data.eval))]
     return named
 
 
 def held_out_files(data: DataConfig, evaluation: EvalConfig) -> list[HeldOutFile]:
-    """Files of the held-out sets, in order, for sampled and given responses alike."""
+    """Return the files of the held-out sets, in order, for sampled and for given responses."""
     return [
         HeldOutFile(key=key, name=one.name, file=one) for key, one in _named_sets(data, evaluation)
     ]
@@ -274,31 +276,31 @@ def held_out_files(data: DataConfig, evaluation: EvalConfig) -> list[HeldOutFile
 def eval_sets(
     data: DataConfig, training: SamplingConfig | None, evaluation: EvalConfig
 ) -> list[EvalSet]:
-    """The sets to sample; none where there are no engines. `training`: of rollout.sampling, null
-    without engines."""
+    """Return the sets to sample. `training`: rollout.sampling; None without engines, and the result
+    is then empty."""
     if training is None:
         return []
-    found = []
+    sets = []
     for key, one in _named_sets(data, evaluation):
         sampling = one.sampling or evaluation.sampling
-        # Errors about lengths must name the key that a user can change.
+        # Errors about lengths must name the key that sets the limit.
         section = "rollout" if sampling.max_tokens is None else key if one.sampling else "eval"
-        found.append(
+        sets.append(
             EvalSet(
                 key=key,
                 name=one.name,
                 file=one,
                 samples_per_prompt=one.samples_per_prompt or evaluation.samples_per_prompt,
-                # `or` would replace an empty list, which means that no pass@k is reported.
+                # Not `or`: an empty list reports no pass@k and must not be replaced.
                 pass_at=evaluation.pass_at if one.pass_at is None else one.pass_at,
                 pass_reward=evaluation.pass_reward if one.pass_reward is None else one.pass_reward,
                 sampling=sampling.over(training),
                 max_tokens_key=f"{section}.sampling.max_tokens",
             )
         )
-    return found
+    return sets
 
 
 def shown(value: Any) -> str:
-    """Text of a setting of sampling in messages."""
+    """Return the text of a sampling setting's value, for messages."""
     return f"{value:g}" if isinstance(value, (int, float)) else str(list(value))

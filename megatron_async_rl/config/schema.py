@@ -1,7 +1,7 @@
-"""The whole configuration, typed and frozen. Imports no torch.
+"""The complete configuration, typed and frozen. Imports no torch.
 
-Relative paths are taken from the folder of the configuration file (`load.py` resolves them), so a
-run does not depend on where it was started.
+Relative paths start at the folder of the configuration file (`load.py` resolves them), so a run
+does not depend on the folder in which it was started.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class ReplayConfig(Strict):
 class RunConfig(Strict):
     """Directory, length and seed of the run."""
 
-    # `load` has made every path absolute.
+    # Absolute, like every path: `load` has resolved it.
     dir: Path
-    """Run directory, which holds metrics, logs, checkpoints and the report."""
+    """Run directory, with metrics, logs, checkpoints and the report."""
     steps: PositiveInt
-    """Batches in the whole run, resumes included; each makes objective.minibatches x
+    """Number of batches in the whole run, resumes included. Each makes objective.minibatches x
     objective.epochs optimizer steps and one version of the weights."""
     seed: NonNegativeInt = 1234
     """Seed of the data order, sampling and initialisation."""
     resume: Literal["auto", "never"] = "auto"
-    """`auto` continues from the newest checkpoint in `dir`; `never` refuses a directory that
-    already holds a run."""
+    """Treatment of a directory that contains a run: `auto` continues from its newest checkpoint;
+    `never` refuses it."""
     replay: ReplayConfig | None = None
     """Null for a run of its own."""
 
@@ -70,9 +70,9 @@ class RunConfig(Strict):
 
 
 class ModelConfig(Strict):
-    """The model to train. The engines start from the same directory."""
+    """The model to train. Ranks and engines start from the same directory."""
 
-    # One directory for ranks and engines, so that both hold the same weights at version 0.
+    # One directory for ranks and engines, so that both have the same weights at version 0.
     path: Path
     """A Hugging Face model directory: config.json, safetensors, tokenizer.json or
     tokenizer.model."""
@@ -85,50 +85,52 @@ class CheckpointConfig(Strict):
     """Checkpoints of the run."""
 
     every: NonNegativeInt = 100
-    """Steps; 0 saves only at the end and when stopped."""
+    """Number of steps between checkpoints; 0 saves only at the end of the run and when it is
+    stopped."""
     keep: PositiveInt = 2
-    """Number of newest checkpoints to keep. With 1, the previous one also stays until the next is
-    written, because no step has confirmed the newest one's weights yet."""
+    """Number of newest checkpoints to keep. With 1, the previous checkpoint also stays until the
+    next one is written, because no step has confirmed the newest weights yet."""
     asynchronous: bool = True
-    """Training continues while a checkpoint is written. Its state is copied first: each rank needs
-    host memory for a copy of what it writes, which `mar plan` counts."""
+    """Write checkpoints while training continues. Each rank first copies its state, and needs host
+    memory for the copy, which `mar plan` counts."""
 
 
 class WatchdogConfig(Strict):
-    """Limits on waiting."""
+    """Time limits of waits."""
 
     timeout_s: PositiveFloat = 600.0
-    """Longest time without progress anywhere in the run, and longest wait for one named thing (a
-    batch, a weight load, a rank), before the run ends and reports who waited for what. Starts,
-    checkpoints and exports may take rollout.start_timeout_s."""
+    """Longest time without progress anywhere in the run, and longest wait for one event (a batch, a
+    weight load, a rank), in seconds. When it expires the run ends and reports which process waited
+    for what. Starts, checkpoints and exports may take rollout.start_timeout_s."""
 
 
 class ObserveConfig(Strict):
-    """Outputs of the metrics besides RUN/metrics.jsonl."""
+    """Outputs of the metrics in addition to RUN/metrics.jsonl."""
 
     tensorboard: bool = True
     """Write RUN/tensorboard in addition to RUN/metrics.jsonl."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Rank 0 serves the newest metrics at http://HOST:PORT/metrics; 0 takes a free port and logs
-    it; null serves nothing."""
+    """Port on which rank 0 serves the newest metrics, at http://HOST:PORT/metrics. 0 selects a free
+    port and logs it; null serves no metrics."""
     prometheus_host: str = "127.0.0.1"
-    """Address to listen on, without a password. The default is reachable from rank 0's machine
-    only; 0.0.0.0 listens on all of its addresses."""
+    """Address to listen on, without a password. The default accepts connections from rank 0's
+    machine only; 0.0.0.0 listens on all of its addresses."""
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
-    """Experiment trackers that get the same numbers, each by its own library, which is installed
-    separately, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`). A
-    resumed run continues the same run of the tracker. The run does not wait for them, and a tracker
-    that fails three times in a row, as TensorBoard may on a full disk, gets no more."""
+    """Experiment trackers that receive the same metrics. Each needs its own library, which is
+    installed separately, and its own environment variables (`WANDB_MODE=offline`,
+    `MLFLOW_TRACKING_URI`). A resumed run continues the same run of the tracker. The run does not
+    wait for trackers. After three consecutive failures a tracker, like TensorBoard on a full disk,
+    receives no more metrics."""
     project: str = "megatron_async_rl"
-    """The trackers' project, or experiment; the run's name there is that of `run.dir`."""
+    """Project, or experiment, of the trackers; the run has the name of `run.dir` there."""
     beside: Path | None = None
-    """Directory of another run, whose reward, effective sample size and cosine the report draws
-    next to this one's, under that directory's name; null draws none."""
+    """Directory of another run. The report draws its reward, effective sample size and cosine next
+    to those of this run, under the directory's name; null draws none."""
 
     @model_validator(mode="after")
     def _host_of_a_port(self) -> ObserveConfig:
         if "prometheus_host" in self.model_fields_set and self.prometheus_port is None:
-            # A stored config spells defaults out, and must load again.
+            # A stored config contains all defaults and must load again, so accept the default.
             default = type(self).model_fields["prometheus_host"].default
             if self.prometheus_host != default:
                 raise ValueError("prometheus_host has no effect without prometheus_port")
@@ -142,25 +144,25 @@ class ObserveConfig(Strict):
 
 
 class SamplesConfig(Strict):
-    """The log of finished samples, RUN/samples, which `mar samples` and the report show."""
+    """Log of finished samples, RUN/samples, which `mar samples` and the report show."""
 
     keep_mib: NonNegativeInt = 2048
-    """Size limit, compressed; the oldest samples are deleted first, except those that a replay from
-    the oldest kept checkpoint needs. 0 logs none."""
+    """Size limit of the compressed log, in MiB; the oldest samples are deleted first, except those
+    that a replay from the oldest kept checkpoint needs. 0 disables the log."""
     segment_mib: PositiveInt = 64
-    """Size at which a new file begins; at most half of keep_mib."""
+    """Size at which a new file begins, in MiB; at most half of keep_mib."""
     experts: bool = False
-    """Also log the experts that the engines chose (with policy.routing_replay: rollout). They
-    make up most of a mixture-of-experts model's log; without them no step can be recomputed from
-    the log."""
+    """Also log the experts that the engines chose (with policy.routing_replay: rollout). They are
+    most of the log of a mixture-of-experts model; without them the steps of such a run cannot be
+    recomputed from the log."""
 
     @model_validator(mode="after")
     def _at_least_two_segments(self) -> SamplesConfig:
-        # The segment that is being written is never deleted, so one more must fit.
+        # The current segment is never deleted, so a second one must fit.
         if 0 < self.keep_mib < 2 * self.segment_mib:
             raise ValueError(
                 f"segment_mib: {self.segment_mib} is more than half of keep_mib: {self.keep_mib},"
-                " so nothing old could be kept; set segment_mib to"
+                " so no finished segment could be kept; set segment_mib to"
                 f" {max(1, self.keep_mib // 2)} or less, or keep_mib to"
                 f" {2 * self.segment_mib} or more"
             )
@@ -168,7 +170,8 @@ class SamplesConfig(Strict):
 
 
 class Config(Strict):
-    """One run. With `objective.loss: sft` there are no engines: `rollout` is absent."""
+    """Configuration of one run. With `objective.loss: sft` there are no engines, and `rollout` is
+    absent."""
 
     run: RunConfig
     model: ModelConfig
@@ -187,12 +190,12 @@ class Config(Strict):
 
     @property
     def supervised(self) -> bool:
-        # The only method without engines; everything else samples.
+        # `sft` is the only method without engines; all others sample.
         return self.objective.loss.name == "sft"
 
     @property
     def colocated(self) -> bool:
-        """True where engines and policy share devices, in alternating phases."""
+        """True if engines and policy share devices in alternating phases."""
         return (
             self.has_engines and self.rollout is not None and self.rollout.placement == "colocated"
         )
@@ -204,7 +207,7 @@ class Config(Strict):
 
     @property
     def engine_dtype(self) -> Literal["float32", "bfloat16"]:
-        """Precision that the engines of a run load weights and compute in."""
+        """Precision in which the engines load weights and compute."""
         lora = self.policy.lora
         return "float32" if lora is not None and lora.merge == "float32" else self.model.dtype
 
@@ -221,13 +224,13 @@ class Config(Strict):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run, skipped ones included."""
+        """Number of optimizer steps of the whole run, skipped steps included."""
         return self.run.steps * self.objective.steps_per_batch
 
     @property
     def fresh_steps(self) -> int:
-        """Batches at the run's beginning that are synchronous whatever flow.async_ratio is:
-        controls calibrate on their optimizer steps."""
-        # In optimizer steps; a batch makes several of them.
-        wanted = max((control.fresh_steps for control in self.controls), default=0)
-        return math.ceil(wanted / self.objective.steps_per_batch)
+        """Number of batches at the start of the run that are synchronous with any
+        flow.async_ratio, because controls calibrate on their optimizer steps."""
+        # Controls count optimizer steps, and a batch makes several of them.
+        steps = max((control.fresh_steps for control in self.controls), default=0)
+        return math.ceil(steps / self.objective.steps_per_batch)

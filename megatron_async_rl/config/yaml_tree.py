@@ -1,15 +1,16 @@
-"""YAML text to a tree of JSON values, and back.
+"""Conversion of YAML text to a tree of JSON values, and back.
 
-YAML 1.1 and 1.2 read the same text differently, and PyYAML follows 1.1: `010` is 8, `1:30` is 90,
-`1_000` is 1000, `on` is true, `2024-01-01` is a date and `1e-4` is text. This reader takes what
-both versions agree on, and YAML 1.2's numbers; everything else stays text, as it was written.
+YAML 1.1 and 1.2 read some text differently, and PyYAML follows 1.1: `010` is 8, `1:30` is 90,
+`1_000` is 1000, `on` is true, `2024-01-01` is a date and `1e-4` is text. This reader converts the
+values on which both versions agree, and the numbers of YAML 1.2. Everything else stays text, as it
+was written.
 
 Invariants:
 - values are null, true, false, numbers, text, lists and mappings with text keys; other tags are
   refused;
-- no key is read twice, and no two places of the tree share a list or a mapping, so that a change of
-  one place changes no other;
-- `read_document` of what `write` wrote gives an equal tree, and PyYAML's loader does too.
+- duplicate keys are refused, and no two places of the tree share a list or a mapping, so that a
+  change at one place changes no other place;
+- `read_document` inverts `write`, and so does PyYAML's loader.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _TEXT, _LIST, _MAPPING = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq",
 
 
 class YamlFault(Exception):
-    """Text that is not read. `line` counts from 1, null where unknown; `key`: the dotted key."""
+    """Error for text that this reader refuses. `line` counts from 1; None if unknown. `key`: the
+    dotted key; None if the fault has none."""
 
     def __init__(
         self, what: str, fix: str, *, line: int | None = None, key: str | None = None
@@ -59,12 +61,12 @@ class YamlFault(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class YamlDocument:
-    """A tree and how it was written.
+    """A tree, and the text that it was written as.
 
     `lines`: the line of each dotted key. `unquoted`: the text of every scalar without quotes that
-    is not read as text, or that YAML versions read differently (`doubt`). `cut`: what follows a
-    scalar without quotes on its line and is a comment to YAML, yet has no blank after its `#`, as
-    in `End with #### and the number`.
+    is not read as text, or that YAML versions read differently (`doubt`). `cut`: the comment behind
+    a scalar without quotes if there is no blank after its `#`, as in `End with #### and the
+    number`; it may be part of the text.
     """
 
     value: Any
@@ -74,35 +76,35 @@ class YamlDocument:
 
 
 def read_document(text: str, *, comments: bool = True) -> YamlDocument:
-    """The tree in `text`; null where it is empty. `comments` false refuses a comment, which would
-    drop a part of the text. Raises YamlFault."""
+    """Return the tree in `text`; its value is None if the text is empty. With `comments=False`, a
+    comment is refused, because it would drop a part of the text. Raises YamlFault."""
     loader = None
     try:
         loader = (_Composer if comments else _NoComments)(text)
         node = loader.get_single_node()
         if node is None:
             return YamlDocument(value=None)
-        # Not PyYAML's constructors: they follow YAML 1.1 and forget what was written.
+        # PyYAML's constructors follow YAML 1.1 and lose the text, so build the values here.
         builder = _Builder(text)
         value = builder.build(node, ())
         return YamlDocument(
             value=value, lines=builder.lines, unquoted=builder.unquoted, cut=builder.cut
         )
     except yaml.YAMLError as error:
-        # Errors of the scanner and of the parser carry their place under different names.
+        # PyYAML's scanner and parser report the place in different attributes.
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         context = getattr(error, "context", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         what = f"is not YAML: {problem}" + (f" ({context})" if context else "")
         column = f", column {mark.column + 1}" if mark else ""
         fix = (
-            f"look at line {mark.line + 1}{column} and the line before it: indentation, a colon, a"
+            f"check line {mark.line + 1}{column} and the line before it: indentation, a colon, a"
             " quote or a bracket"
             if mark
             else "fix the YAML"
         )
         raise YamlFault(what, fix, line=mark.line + 1 if mark else None) from error
-    # PyYAML composes recursively; a document of brackets reaches Python's limit.
+    # PyYAML is recursive, so deeply nested brackets reach Python's recursion limit.
     except RecursionError as error:
         raise YamlFault("is nested too deeply", "use fewer levels") from error
     finally:
@@ -111,19 +113,19 @@ def read_document(text: str, *, comments: bool = True) -> YamlDocument:
 
 
 def read_tree(text: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in `text`, and the line of every dotted key in it; an empty text is an empty
+    """Return the mapping in `text` and the line of every dotted key; an empty text is an empty
     mapping. Raises YamlFault."""
     document = read_document(text)
     return mapping_of(document), document.lines
 
 
 def mapping_of(document: YamlDocument) -> dict[str, Any]:
-    """The mapping that `document` is; null is an empty one. Raises YamlFault."""
+    """Return the mapping in `document`; a null document is an empty mapping. Raises YamlFault."""
     if document.value is None:
         return {}
     if not isinstance(document.value, dict):
         raise YamlFault(
-            f"holds a {type(document.value).__name__}, not a mapping of sections",
+            f"is a {type(document.value).__name__}, not a mapping of sections",
             "write `run:`, `model:`, `data:`, ...",
             line=1,
         )
@@ -131,25 +133,25 @@ def mapping_of(document: YamlDocument) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """One value of a key whose type is not known: `1e-4`, `[]`, `null`, `{name: gac}`, text. Raises
-    YamlFault for text that would be cut, or that YAML versions read differently."""
+    """Return the value of a key whose type is unknown: `1e-4`, `[]`, `null`, `{name: gac}`, text.
+    Raises YamlFault for text that YAML would cut, or that YAML versions read differently."""
     document = read_document(text, comments=False)
-    # `key=` is a forgotten value; an empty text has quotes.
+    # `key=` lacks a value; an empty text has quotes.
     if not text.strip():
         raise YamlFault(*NO_VALUE)
     for written in document.unquoted.values():
-        if (found := doubt(written)) is not None:
-            raise YamlFault(*found)
+        if (fault := doubt(written)) is not None:
+            raise YamlFault(*fault)
     return document.value
 
 
-NO_VALUE = ("is given no value", "write null for none, or '' (with the quotes) for an empty text")
-"""Fault of an empty override, and the fix."""
+NO_VALUE = ("has no value", "write null for none, or '' (with the quotes) for an empty text")
+"""(fault, fix) of an empty override."""
 
 
 def doubt(written: str) -> tuple[str, str] | None:
-    """Return the fault of text without quotes that YAML 1.1 and 1.2 read differently, and the fix;
-    null where they agree or no version reads it as anything but text."""
+    """Return (fault, fix) for text without quotes that YAML 1.1 and 1.2 read differently; None if
+    both versions read the same value or text."""
     quoted = f"'{written}' (with the quotes) if it is text"
     if _SWITCH.fullmatch(written):
         meant = "true" if written.lower() in ("yes", "on") else "false"
@@ -157,7 +159,7 @@ def doubt(written: str) -> tuple[str, str] | None:
             f"{written} is text in YAML 1.2 and {meant} in YAML 1.1",
             f"write {meant}, or {quoted}",
         )
-    # A number that this reader accepts is the same in both versions.
+    # A number that this reader accepts has the same value in both versions.
     if _OTHER_NUMBER.fullmatch(written) and isinstance(_resolve(written), str):
         return (
             f"{written} is read as different numbers, or as text, by different versions of YAML",
@@ -171,7 +173,7 @@ def is_null(written: str) -> bool:
 
 
 def _resolve(written: str) -> Any:
-    """The value of a scalar without quotes."""
+    """Return the value of a scalar without quotes."""
     if is_null(written):
         return None
     if written in _BOOL:
@@ -190,7 +192,7 @@ def _resolve(written: str) -> Any:
 
 class _Composer(yaml.BaseLoader):
     def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
-        # PyYAML passes implicit[0] for a scalar without quotes and without a tag.
+        # PyYAML sets implicit[0] for a scalar without quotes and without a tag.
         if kind is yaml.ScalarNode and implicit[0]:
             return _PLAIN
         return str(super().resolve(kind, value, implicit))
@@ -200,17 +202,17 @@ class _NoComments(_Composer):
     def scan_to_next_token(self) -> None:
         start = self.pointer
         super().scan_to_next_token()
-        # Only blanks and comments lie between two tokens.
+        # There are only blanks and comments between two tokens.
         if "#" in self.buffer[start : self.pointer]:
             raise YamlFault(
-                "holds `#` after a blank, which begins a comment in YAML: the rest would be"
+                "contains `#` after a blank, which begins a comment in YAML, so the rest would be"
                 " dropped",
-                "put the text into quotes, or remove the comment",
+                "quote the text, or remove the comment",
             )
 
 
 class _Builder:
-    """Builder of values from nodes; aliases are built again at each place."""
+    """Builder of values from nodes. An alias is built again at each of its places."""
 
     def __init__(self, text: str) -> None:
         self.lines: dict[str, int] = {}
@@ -220,17 +222,18 @@ class _Builder:
         self._around: list[yaml.Node] = []
 
     def build(self, node: yaml.Node, place: KeyPath) -> Any:
-        # An alias of an enclosing node would be built forever.
+        # An alias of an enclosing node would never end.
         if any(node is one for one in self._around):
-            raise YamlFault("holds an anchor that contains itself", "write it out")
+            raise YamlFault(
+                "has an anchor that contains itself", "write the values instead of the alias"
+            )
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, place)
         self._around.append(node)
         try:
             if isinstance(node, yaml.SequenceNode):
                 _require_tag(node, _LIST)
-                # Aliases are built at every place, so that an override of one does not change
-                # another.
+                # Build aliases at every place, so that an override at one does not change another.
                 return [self._entry(item, (*place, str(at))) for at, item in enumerate(node.value)]
             _require_tag(node, _MAPPING)
             return self._mapping(node, place)
@@ -245,11 +248,11 @@ class _Builder:
         if node.tag == _TEXT:
             return node.value
         _require_tag(node, _PLAIN)
-        # The scanner drops comments; only the source text still has them.
+        # The scanner drops comments, so look for them in the source text.
         if (comment := _CLOSE_COMMENT.match(self._text, node.end_mark.index)) is not None:
             self.cut[place] = comment[1]
         value = _resolve(node.value)
-        # Kept as written, because the key's type is known only later.
+        # Keep the text, because the key's type is known only later.
         if not isinstance(value, str) or doubt(value) is not None:
             self.unquoted[place] = node.value
         return value
@@ -259,9 +262,9 @@ class _Builder:
         merged: list[yaml.Node] = []
         for key_node, value_node in node.value:
             line = _line(key_node)
-            # A key is a name, whatever it looks like: `010`, `on`, `1.0`.
+            # Every key is text, also `010`, `on` and `1.0`.
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in (_PLAIN, _TEXT):
-                raise YamlFault("holds a key that is not text", "write a name", line=line)
+                raise YamlFault("has a key that is not text", "write a name", line=line)
             if key_node.tag == _PLAIN and key_node.value == "<<":
                 merged += value_node.value if _is_list(value_node) else [value_node]
                 continue
@@ -269,25 +272,25 @@ class _Builder:
             dotted = ".".join(inside)
             if key in own:
                 raise YamlFault(
-                    f"is given twice, on lines {self.lines[dotted]} and {line}",
+                    f"is set twice, on lines {self.lines[dotted]} and {line}",
                     "keep one of them",
                     line=line,
                     key=dotted,
                 )
             self.lines[dotted] = line
             own[key] = self.build(value_node, inside)
-        # After the mapping's own keys, which win over merged ones wherever `<<` stands.
+        # Merge last, because the mapping's own keys take precedence wherever `<<` is.
         for one in merged:
             self._merge(one, own, place)
         return own
 
     def _merge(self, node: yaml.Node, own: dict[str, Any], place: KeyPath) -> None:
-        """Add the keys of `node` that `own` lacks: the mapping's own keys, and the first of
-        several merged mappings, win."""
+        """Add the keys of `node` that `own` lacks. The mapping's own keys, and the earlier of
+        several merged mappings, take precedence."""
         if not isinstance(node, yaml.MappingNode):
-            fix = "write `<<: *name` of an anchor on a mapping"
-            raise YamlFault("merges what is not a mapping", fix, line=_line(node))
-        # Built apart: lines and texts of keys that lose must not replace those that win.
+            fix = "write `<<: *name` with the name of an anchor on a mapping"
+            raise YamlFault("merges a value that is not a mapping", fix, line=_line(node))
+        # A separate builder, so that lines and texts of overridden keys replace nothing.
         apart = _Builder(self._text)
         apart._around = self._around
         for key, value in apart.build(node, place).items():
@@ -298,12 +301,12 @@ class _Builder:
                 for known, line in apart.lines.items():
                     if known == dotted or known.startswith(f"{dotted}."):
                         self.lines[known] = line
-                for found, kept in (
+                for source, target in (
                     (apart.unquoted, self.unquoted),
                     (apart.cut, self.cut),
                 ):
-                    below = unquoted_below(found, inside)
-                    kept |= {(*inside, *at): written for at, written in below.items()}
+                    below = unquoted_below(source, inside)
+                    target |= {(*inside, *at): written for at, written in below.items()}
 
 
 def _is_list(node: yaml.Node) -> bool:
@@ -317,21 +320,21 @@ def _line(node: yaml.Node) -> int:
 def _require_tag(node: yaml.Node, tag: str) -> None:
     if node.tag != tag:
         shown = node.tag.replace("tag:yaml.org,2002:", "!!")
-        raise YamlFault(f"holds the tag {shown}", "remove the tag", line=_line(node))
+        raise YamlFault(f"has the tag {shown}", "remove the tag", line=_line(node))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that any version of YAML would read as something else, and escapes the line
-    breaks it would fold into spaces."""
+    """Dumper that quotes text which any version of YAML would read as another value, and that
+    escapes line breaks which YAML would fold into spaces."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         style = '"' if any(character in data for character in "\x85\u2028\u2029") else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
-# Registered once: PyYAML's representers belong to the class.
+# PyYAML registers representers per class, so once is enough.
 _Dumper.add_representer(str, _Dumper.represent_str)
-# Beyond YAML 1.1's numbers, which SafeDumper knows: `1e-4`, `0o17`.
+# SafeDumper quotes the numbers of YAML 1.1; this resolver adds others, such as `1e-4` and `0o17`.
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(rf"(?:{_FLOAT.pattern}|{_OTHER_NUMBER.pattern})\Z", re.ASCII),
@@ -340,12 +343,12 @@ _Dumper.add_implicit_resolver(
 
 
 def write(value: Any, *, one_line: bool = False) -> str:
-    """YAML of a tree of JSON values."""
+    """Return a tree of JSON values as YAML."""
     text = yaml.dump(  # noqa: TID251
         value,
         Dumper=_Dumper,
         default_flow_style=one_line,
-        # Order has a meaning: corrections and controls act in turn, and sections are read in order.
+        # Keep the order: users read the sections in the order of the schema.
         sort_keys=False,
         allow_unicode=True,
         width=10**6 if one_line else 120,
@@ -354,6 +357,7 @@ def write(value: Any, *, one_line: bool = False) -> str:
 
 
 def unquoted_below(unquoted: Mapping[KeyPath, str], place: KeyPath) -> dict[KeyPath, str]:
-    """The entries of `unquoted` at `place` and inside it, by their place from there."""
+    """Return the entries of `unquoted` at `place` and inside it, by their place relative to
+    `place`."""
     depth = len(place)
     return {at[depth:]: text for at, text in unquoted.items() if at[:depth] == place}

@@ -1,5 +1,5 @@
-"""Training and held-out prompts: tokenizers, data files, and sources whose position can be saved
-and restored."""
+"""Training and held-out prompts: tokenizers, data files, and prompt sources whose position can be
+saved and restored."""
 
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.prompts import (

@@ -1,11 +1,11 @@
-"""The chat template of a model: chat messages to the text that the model reads.
+"""Chat template of a model, which renders chat messages as the text that the model reads.
 
 Invariants:
-- a message never loses a part silently: a role, a tool call, an option or tools that the template
-  does not write are refused;
-- the arguments of a tool call reach the template in the form that it writes once: as an object for
-  templates that apply `tojson` or read single arguments, as JSON text for templates that print
-  them.
+- a message never loses a part silently: roles, tool calls, options and tools that the template does
+  not write are refused;
+- the template gets the arguments of a tool call in the form in which it writes them without a
+  second encoding: an object if it applies `tojson` or reads single arguments, JSON text if it
+  prints them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from megatron_async_rl.data.files import a_kind, no_duplicate_keys
 ChatMessages = Sequence[Mapping[str, Any]]
 
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-"""Tags of transformers around the assistant's text, which Jinja itself does not know."""
+"""Tags around the assistant's text that transformers adds to Jinja's syntax."""
 ROLES = ("system", "user", "assistant", "tool")
-"""Roles of messages, the same in every template."""
+"""Roles of messages in every template."""
 FURTHER_ROLES = ("developer", "function")
 """Roles of OpenAI's API that a template may write without naming them."""
 PROBE_QUESTION = {"role": "user", "content": "Q"}
 PROBE_ANSWER = "A7A"
-"""Text that no template has a reason to change."""
+"""Text that templates write unchanged."""
 PROBE_NAME = "probe_function"
 PROBE_ARGUMENTS = {"probe_key": "probe value"}
 
 
 def tool_calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tool calls of a message, each with its arguments as an object; an empty list for a
-    message without any. Calls and arguments may be JSON text, as OpenAI's API returns them. Raises
-    ValueError that names the faulty call."""
+    message without calls. Calls and arguments may be JSON text, as in OpenAI's API. Raises
+    ValueError, which names the faulty call."""
     calls = message.get("tool_calls")
     if isinstance(calls, str):
-        # Parquet and CSV often store the whole list as one JSON string.
+        # Parquet and CSV often store the list as one JSON string.
         calls = _parsed(calls, "tool_calls") if calls.strip() else None
     if calls is None:
         return []
@@ -52,19 +52,19 @@ def tool_calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_object(call: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the call with its arguments as an object, inside `function` or, in the short form of
-    some data sets, next to the name."""
+    """Return the call with its arguments as an object. The arguments are inside `function` or, in
+    the short form of some data sets, next to the name."""
     function = call.get("function")
-    # A new object: the caller's message stays as it was read.
+    # Build a new object, so that the caller's message does not change.
     if isinstance(function, Mapping):
         return {**call, "function": _with_object(function, f"{name}.function")}
     arguments = call.get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{name}.arguments") if arguments.strip() else None
-    if arguments is None:  # OpenAI's clients write a call without arguments in either way
+    if arguments is None:  # OpenAI's clients write null or empty text for no arguments
         arguments = {}
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"has {a_kind(arguments)} as {name}.arguments, and an object is expected")
+        raise ValueError(f"has {a_kind(arguments)} as {name}.arguments, which must be an object")
     return {**call, "arguments": arguments}
 
 
@@ -85,25 +85,25 @@ def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def function_name(call: Mapping[str, Any]) -> str:
-    """Return the name of the function that is called; empty text where it has none."""
+    """Return the name of the called function; empty text if the call has none."""
     function = call.get("function")
-    # OpenAI's form nests the name in `function`; some data sets write it next to the arguments.
+    # OpenAI's API nests the name in `function`; some data sets write it next to the arguments.
     named = call if function is None else function
     name = named.get("name") if isinstance(named, Mapping) else None
     return name if isinstance(name, str) else ""
 
 
 def load_with_transformers(model_dir: Path) -> Any:
-    """Return transformers' tokenizer; never runs code that comes with a model. Raises DataError."""
+    """Return transformers' tokenizer, without running code of the model. Raises DataError."""
     from transformers import AutoTokenizer
 
     try:
-        # Next to Mistral's tekken.json transformers would take mistral-common, which has no chat
-        # template and no backend.
+        # mistral_format=False: for Mistral's tekken.json transformers would use mistral-common,
+        # which has no chat template and no backend.
         return AutoTokenizer.from_pretrained(
             str(model_dir), trust_remote_code=False, mistral_format=False
         )
-    except Exception as error:  # a damaged file raises whatever its reader raises
+    except Exception as error:  # the readers of damaged files raise many types
         raise DataError(
             model_dir,
             None,
@@ -115,9 +115,9 @@ def load_with_transformers(model_dir: Path) -> Any:
 class ChatTemplate:
     """A chat template and its options.
 
-    template: null takes the model's. options: variables of the template. tools: JSON schemas of
-    functions that every conversation names. backend: transformers' tokenizer of the model; null
-    loads it with the first message.
+    `template`: text of the template; None uses the model's. `options`: variables of the template.
+    `tools`: JSON schemas of the functions in every conversation. `backend`: transformers' tokenizer
+    of the model; None loads it for the first message.
     """
 
     def __init__(
@@ -137,26 +137,26 @@ class ChatTemplate:
         self._reads: Collection[str] | None = None
 
     def render(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
-        """Return the messages as the template writes them; `answer` adds the beginning of the
-        model's answer.
+        """Return the messages as the template writes them. With `answer`, the beginning of the
+        model's answer follows.
 
-        Raises DataError where there is no template or it leaves out an option, the tools or a part
-        of a message, and ValueError for tool calls that cannot be read.
+        Raises DataError if there is no template, or if the template leaves out an option, the tools
+        or a part of a message. Raises ValueError for tool calls that cannot be read.
         """
         self._require_template()
         if tools:
             self._require_tools()
-        # No template takes two lists of tools.
+        # A template takes a single list of tools.
         if tools and self._tools and list(tools) != self._tools:
             raise DataError(
                 self._dir,
                 None,
                 "would receive other tools than those of rollout.environment",
-                "remove them from the data, or set data.tools_key: null",
+                "remove the tools from the data, or set data.tools_key: null",
             )
         written = [self._written(message) for message in messages]
         text = self._apply(written, answer=answer, tools=tools or self._tools)
-        # The text is the proof: a template drops what it does not know without raising.
+        # Check the rendered text: a template drops unsupported parts without an error.
         for message in written:
             self._require_message(message, text)
         return text
@@ -167,35 +167,34 @@ class ChatTemplate:
 
     @property
     def _exists(self) -> bool:
-        """False where no file of the model can hold a template."""
+        """False if no file of the model can contain a template."""
         names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
         if self._template or any((self._dir / name).exists() for name in names):
             return True
-        # A substring is enough here: a false positive only costs one load of transformers.
+        # Search for a substring: a false positive only costs one import of transformers.
         config = self._dir / "tokenizer_config.json"
         return config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
 
     @cached_property
     def end_of_turn(self) -> int | None:
-        """Token that the template writes after an answer, such as `<|im_end|>`: the first special
-        token after the text. Null where there is no template, or it writes none."""
+        """Id of the first special token that the template writes after an answer, such as
+        `<|im_end|>`; None without a template or such a token."""
         if not self._exists:
             return None
         try:
             self._require_template()
             answer = {"role": "assistant", "content": PROBE_ANSWER}
             text = self._apply([PROBE_QUESTION, answer], answer=False, tools=self._tools)
-        except Exception:  # noqa: BLE001 - a template may refuse the probe; a row then reports why
+        except Exception:  # noqa: BLE001 - a template may refuse the probe; rows report the reason
             return None
-        _, found, after = text.rpartition(PROBE_ANSWER)
-        # A template ends a turn with a special token; text that follows it, such as a line break,
-        # is not one.
+        _, separator, after = text.rpartition(PROBE_ANSWER)
+        # Only special tokens end a turn; the template may also write text, such as a line break.
         special = {i for i, one in self._backend.added_tokens_decoder.items() if one.special}
         special |= set(self._backend.all_special_ids)
-        # A line break that the vocabulary lacks is the unknown token, and ends nothing.
+        # A line break that the vocabulary lacks becomes the unknown token, which ends no turn.
         special -= {self._backend.unk_token_id, self._backend.bos_token_id}
         special |= {self._backend.eos_token_id}
-        ids = self._backend.encode(after, add_special_tokens=False) if found else []
+        ids = self._backend.encode(after, add_special_tokens=False) if separator else []
         return next((int(index) for index in ids if index in special), None)
 
     def _apply(self, messages: ChatMessages, *, answer: bool, tools: Sequence[Any]) -> str:
@@ -210,8 +209,8 @@ class ChatTemplate:
         )
 
     def _written(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the message with its tool calls, and its lack of content, in the form that the
-        template takes."""
+        """Return the message with tool calls and absent content in the form that the template
+        takes."""
         if not message.get("tool_calls"):
             return message
         calls = tool_calls_of(message)
@@ -224,27 +223,27 @@ class ChatTemplate:
 
     @cached_property
     def _call_form(self) -> tuple[str | None, bool]:
-        """Content of a message that has tool calls alone, and whether their arguments are text.
+        """(content, as_text) of a message with tool calls and no content: the value of `content`,
+        and True if the arguments must be JSON text.
 
-        Empty text is vLLM's form; templates that recognise calls by null content take null. A
-        template that prints arguments as they are takes text: of an object it would print Python's
-        form, or fail.
+        vLLM uses empty text as content; templates that recognise calls by null content need None. A
+        template that prints arguments without `tojson` needs text: for an object it would print
+        Python's representation, or fail.
         """
         text = json.dumps(PROBE_ARGUMENTS)
-        # The order is part of the result: vLLM renders empty text, so it is preferred where both
-        # work.
+        # Empty text comes first: it is preferred if both work, because vLLM renders it.
         for content in ("", None):
             written = self._probed(content, PROBE_ARGUMENTS)
-            # Python's own form of the object means that the template printed it without `tojson`.
+            # Python's representation means that the template printed the object without `tojson`.
             if PROBE_NAME in written and repr(PROBE_ARGUMENTS) not in written:
                 return content, False
-            # The JSON text must appear unchanged; `tojson` of a text would add escapes.
+            # The JSON text must appear unchanged; `tojson` of text would add escapes.
             if text in self._probed(content, text):
                 return content, True
         return "", False
 
     def _probed(self, content: str | None, arguments: Any) -> str:
-        """Return a tool call as the template writes it; empty text where the template raises."""
+        """Return a tool call as the template writes it; empty text if the template raises."""
         function = {"name": PROBE_NAME, "arguments": arguments}
         call = {"id": "probe0000", "type": "function", "function": function}
         message = {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -254,7 +253,7 @@ class ChatTemplate:
             return ""
 
     def _names(self, role: str) -> bool:
-        """Return whether the role stands in the template, which may be one of several."""
+        """Return True if the template contains the role, or if the model has several templates."""
         template = self._template or self._backend.chat_template
         return (
             not isinstance(template, str)
@@ -262,12 +261,12 @@ class ChatTemplate:
         )
 
     def _require_message(self, message: Mapping[str, Any], text: str) -> None:
-        """Raise DataError for a message that the template leaves out for its role, or whose tool
-        calls it does not write."""
+        """Raise DataError for a message that the template leaves out because of its role, or whose
+        tool calls the template does not write."""
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
             left_out = isinstance(content, str) and content.strip() not in text
-            # A template that writes any role would write a misspelt one, too.
+            # A template that writes any role would also write a misspelt one.
             unknown = role not in FURTHER_ROLES and not self._names(str(role))
             if left_out or unknown:
                 near = difflib.get_close_matches(str(role), ROLES, n=1)
@@ -277,8 +276,8 @@ class ChatTemplate:
                     self._dir,
                     None,
                     f"has a chat template that {does} the role {role!r}",
-                    f"{hint}the usual roles are {', '.join(ROLES)}; for another one give"
-                    " data.chat_template a template that names it",
+                    f"{hint}use one of the roles {', '.join(ROLES)}, or set data.chat_template to a"
+                    " template that names the role",
                 )
         for call in message.get("tool_calls") or ():
             if function_name(call) not in text:
@@ -287,7 +286,7 @@ class ChatTemplate:
                     None,
                     "has a chat template that does not write `tool_calls`, here of"
                     f" {function_name(call)!r}",
-                    "give data.chat_template a template that does, or write the call as content",
+                    "set data.chat_template to a template that does, or write the call as content",
                 )
 
     def _require_template(self) -> None:
@@ -302,13 +301,13 @@ class ChatTemplate:
                 "set data.chat_template, add chat_template.jinja to the model directory, or"
                 " write the prompt as plain text, without data.as_chat",
             )
-        # Parsing Jinja is slow, and the template does not change, so it is checked once.
+        # Check the template once: it does not change, and parsing Jinja is slow.
         self._require_options(template)
         self._checked = True
 
     def _require_options(self, template: Any) -> None:
-        """Raise DataError for an option that the template does not read: it would have no
-        effect."""
+        """Raise DataError for an option that the template does not read, and which would therefore
+        have no effect."""
         self._reads = read = _variables(template)
         if read is None:
             return
@@ -331,22 +330,21 @@ class ChatTemplate:
             raise DataError(
                 self._dir,
                 None,
-                "has a chat template that does not read `tools`, so that the model would see no"
-                " tools",
-                "give data.chat_template a template that does, or describe the tools in the prompts"
-                " as plain text (those of the data: data.tools_key: null)",
+                "has a chat template that does not read `tools`, so the model would see no tools",
+                "set data.chat_template to a template that does, or describe the tools in the"
+                " prompts as plain text; for tools of the data also set data.tools_key: null",
             )
 
 
 def _variables(template: Any) -> Collection[str] | None:
-    """Return the variables that the template reads; null where it uses extensions of transformers,
-    or is several templates: rendering then reports faults."""
+    """Return the variables that the template reads. Return None for several templates, and for a
+    template with extensions of transformers; rendering then reports faults."""
     if not isinstance(template, str):
         return None
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # The sandbox of transformers: a template comes with a model and is not trusted code.
+    # Use the sandbox of transformers, because a model's template is untrusted code.
     environment = ImmutableSandboxedEnvironment(
         extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]
     )

@@ -1,21 +1,21 @@
 """Rows of data files: JSONL, JSON, Parquet and CSV.
 
 Invariants:
-- a row is a mapping of columns to plain Python values, and is known by its file and its place in
-  it, from 1: a line of JSONL and CSV, an item of a JSON list, a row of Parquet;
-- every value arrives as it is written, or its file and row are refused by name; of Parquet, values
-  that JSON lacks become text, and columns of bytes are left out;
-- cells of CSV stay text: nothing guesses that "007" is a number.
+- a row is a mapping of columns to plain Python values. Its file and its place in the file, counted
+  from 1, identify it: a line of JSONL and CSV, an item of a JSON list, a row of Parquet;
+- every value is read unchanged, or refused with its file and row. In Parquet, values of types that
+  JSON lacks become text, and columns of bytes are left out;
+- cells of CSV stay text: "007" does not become a number.
 
-The readers are our own because the builders of `datasets` break these rules
+This package has its own readers because the builders of `datasets` break these rules
 (tests/unit/test_data.py loads such files with both):
-- JSON: it gives each column one type. Next to the text "1" the number 1 becomes the same value, ISO
-  dates become timestamps, integers above 2^53 next to a float are rounded, an absent key becomes
-  null, and a column that appears after the first 10 MB is an Arrow error without a line;
-- CSV: a row with too few cells is filled up, and one comma too many in every row shifts the columns
-  under the wrong names. Neither is an error, and rows do not know their lines;
-- Parquet: columns of maps and of UUIDs are refused. Others would be read by the same pyarrow, from
-  a second copy of the file on disk.
+- JSON: each column has one type. In a column with the text "1" the number 1 becomes the same value,
+  ISO dates become timestamps, in a column with floats integers above 2^53 are rounded, an absent
+  key becomes null, and a column that first appears after 10 MB is an Arrow error without a line;
+- CSV: a row with too few cells is filled up, and one extra comma in every row moves the values
+  under wrong names. Neither is an error, and rows have no line numbers;
+- Parquet: columns of maps and of UUIDs are refused. Other columns are read by the same pyarrow,
+  from a second copy of the file on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.locations import ENDINGS, data_files, unreadable
 
 DataRow = tuple[Path, int, dict[str, Any]]
-"""File, place, columns."""
+"""(file, place, columns) of a row."""
 
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -42,18 +42,18 @@ COMPRESSED = {
     b"PK\x03\x04": "zip",
     b"BZh": "bzip2",
 }
-"""Beginnings of compressed files."""
+"""First bytes of compressed files -> name of the format."""
 
 
 def read_rows(location: Path, limit: int | None = None) -> Iterator[DataRow]:
-    """Yield at most `limit` rows of the files of a location. Raises DataError with file, place,
-    fault and fix."""
+    """Yield at most `limit` rows of a location's files. Raises DataError with file, place, fault
+    and fix."""
     return islice(_every_row(location), limit)
 
 
 def count_rows(location: Path) -> int:
-    """Return the number of rows of a location's files without checking each row: every
-    non-blank line of JSONL is a row. Raises DataError if a file cannot be read."""
+    """Return the number of rows of a location's files, without a check of each row: every non-blank
+    line of JSONL counts. Raises DataError if a file cannot be read."""
     return sum(_count(file) for file in data_files(location))
 
 
@@ -62,9 +62,9 @@ def _count(file: Path) -> int:
         from pyarrow import parquet
 
         with _parquet_errors(file):
-            # The footer has the number, so a file of any size costs one read.
+            # The footer contains the number, so the rows are not read.
             return int(parquet.read_metadata(file).num_rows)
-    # A quoted cell of CSV may hold line breaks and a JSON list may be one line, so both are parsed.
+    # Parse CSV and JSON: a quoted cell may contain line breaks, and a list may be one line.
     if file.suffix.lower() != ".jsonl":
         return sum(1 for _ in FORMATS[file.suffix.lower()](file))
     try:
@@ -89,20 +89,20 @@ def _content(path: Path) -> bytes:
 
 def _text(path: Path, line: int | None, raw: bytes) -> str:
     try:
-        # Only the first line can begin with a byte order mark; elsewhere it is data.
+        # A byte order mark is only allowed in the first line; elsewhere it is data.
         return raw.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        # Compressed files are the usual cause, and "decompress it" helps more than a byte's number.
+        # Report the usual cause, a compressed file, first: its fix is more helpful.
         _refuse_compressed(path, raw)
         what = f"is not UTF-8: byte {raw[error.start]:#04x} at column {error.start + 1}"
         raise DataError(path, line, what, "save the file as UTF-8") from error
 
 
 def _refuse_compressed(path: Path, content: bytes) -> None:
-    """Raise DataError for the beginning of a compressed file, whatever its name."""
+    """Raise DataError if `content` begins like a compressed file."""
     for start, name in COMPRESSED.items():
         if content.startswith(start):
-            raise DataError(path, None, f"is compressed, by {name}", "decompress it")
+            raise DataError(path, None, f"is compressed with {name}", "decompress it")
 
 
 def _object(path: Path, place: int, value: Any) -> dict[str, Any]:
@@ -110,25 +110,24 @@ def _object(path: Path, place: int, value: Any) -> dict[str, Any]:
         what = f"is a JSON {kind(value)}, not an object"
         fix = 'write {"prompt": "...", ...}'
         if isinstance(value, list) and path.suffix.lower() == ".jsonl":
-            fix += "; a file that is one list of objects ends in .json"
+            fix += ", or rename a file with one list of objects to .json"
         raise DataError(path, place, what, fix)
     return value
 
 
 def no_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs. Raises ValueError for a repeated key, one of whose values
-    would be lost."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        # json.loads would keep the last value and drop the first without an error.
+    """Return the object of these pairs. Raises ValueError for a duplicate key."""
+    whole = dict(pairs)
+    if len(whole) < len(pairs):
+        # json.loads would silently keep the last value only.
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"an object has the key {twice!r} twice")
-    return found
+    return whole
 
 
 def _parsed(path: Path, line: int | None, text: str) -> Any:
-    """Return the JSON value of a line, or of a whole file where `line` is null."""
+    """Return the JSON value of a line, or of a whole file if `line` is None."""
     try:
         return json.loads(text, object_pairs_hook=no_duplicate_keys)
     except (ValueError, RecursionError) as error:
@@ -136,20 +135,19 @@ def _parsed(path: Path, line: int | None, text: str) -> Any:
         if line is None:
             fix = "write a list of objects"
         elif isinstance(error, json.JSONDecodeError):
-            what = f"{error.msg} at column {error.colno}"  # its own line is always 1
+            what = f"{error.msg} at column {error.colno}"  # error.lineno is always 1
             if error.msg == "Extra data" and text[error.pos :].strip() == ",":
-                fix += ", without a comma behind it"
+                fix += ", without a comma after it"
             elif text.lstrip().startswith("["):
-                fix += "; a file that is one list of objects ends in .json"
+                fix += ", or rename a file with one list of objects to .json"
         raise DataError(path, line, f"is not JSON: {what}", fix) from error
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line by line: the first rows of a large file cost as little as those of a small
-    one."""
+    """Yield rows line by line, so that the first rows of a large file are read quickly."""
     try:
-        # Bytes, so that a line that is not UTF-8 can be named; text mode fails at a buffer's
-        # border.
+        # Read bytes, so that the error for invalid UTF-8 has a line number; text mode decodes whole
+        # buffers.
         with open(path, "rb") as file:
             for line, raw in enumerate(file, start=1):
                 if raw.strip():
@@ -160,9 +158,9 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of a list. A file that does not begin as a list is read as JSONL, which is
-    often published as .json."""
-    # Without the mark, the first character shows whether the file is a list.
+    """Yield the objects of a list. A file that does not begin with a list is read as JSONL, because
+    JSONL is often published as .json."""
+    # Remove the byte order mark, so that the first character shows if the file is a list.
     content = _content(path).removeprefix(b"\xef\xbb\xbf")
     if not content.lstrip().startswith(b"["):
         _refuse_one_object(path, content)
@@ -174,8 +172,9 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _refuse_one_object(path: Path, content: bytes) -> None:
-    """Raise DataError for a file that is an object as a whole, such as {"data": [...]}: written
-    over several lines, or with nothing in it but a list of objects other than chat messages."""
+    """Raise DataError for a file that is a single object and not a row, such as {"data": [...]}:
+    the object has several lines, or its only value is a list of objects other than chat
+    messages."""
     try:
         whole = json.loads(content.decode())
     except (ValueError, RecursionError):
@@ -183,19 +182,19 @@ def _refuse_one_object(path: Path, content: bytes) -> None:
     if not isinstance(whole, dict):
         return
     lists = [key for key, value in whole.items() if isinstance(value, list)]
-    # One line with one object is also valid JSONL, so a list of chat messages, or an empty one, is
-    # a row.
-    alone = (
+    # An object on one line is also valid JSONL, so an object with a list of chat messages, or with
+    # an empty list, is a row.
+    only_rows = (
         len(whole) == len(lists) == 1
         and whole[lists[0]]
         and all(
             isinstance(row, dict) and not {"role", "from"} & row.keys() for row in whole[lists[0]]
         )
     )
-    if alone or b"\n" in content.strip():
-        shown = " or ".join(f"that of `{key}`" for key in lists) or "[{...}, {...}]"
-        what = "is one JSON object, and not a list of them"
-        raise DataError(path, None, what, f"write the list of rows alone, {shown}")
+    if only_rows or b"\n" in content.strip():
+        shown = " or ".join(f"the list of `{key}`" for key in lists) or "[{...}, {...}]"
+        what = "is one JSON object, not a list of objects"
+        raise DataError(path, None, what, f"write only the list of rows: {shown}")
 
 
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -207,13 +206,13 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         line = content.count(b"\n", 0, error.start) + 1
         what = f"is not UTF-8: byte {content[error.start]:#04x}"
         raise DataError(path, line, what, "save the file as UTF-8") from error
-    csv.field_size_limit(2**31 - 1)  # a document has more than the 128 KiB of the module's own
-    # newline="" keeps line breaks inside quotes; strict=True makes a stray quote an error instead
-    # of text.
+    csv.field_size_limit(2**31 - 1)  # documents may exceed the module's default of 128 KiB
+    # newline="" keeps line breaks inside quotes; with strict=True a stray quote is an error and not
+    # text.
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next((cells for cells in reader if cells), [])
-        # A file with another separator parses as one column, and every row would be wrong.
+        # A file with another separator would be parsed as one column.
         other = next((sign for sign in ";\t|" if len(header) == 1 and sign in header[0]), None)
         if other is not None:
             what = f"has no comma in its first line, {header[0][:60]!r}"
@@ -223,10 +222,10 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for cells in reader:
             if not cells:
                 continue
-            # DictReader would fill or drop cells; either one shifts values under other names.
+            # DictReader would fill or drop cells, so values would move under other names.
             if len(cells) != len(header):
                 what = f"has {len(cells)} cells, and the first line names {len(header)} columns"
-                fix = 'write one cell for each; put a value that holds a comma into "quotes"'
+                fix = 'write one cell per column; put a value with a comma into "quotes"'
                 raise DataError(path, reader.line_num, what, fix)
             yield reader.line_num, dict(zip(header, cells, strict=True))
     except csv.Error as error:
@@ -235,20 +234,21 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield rows without columns of bytes. Times and decimals become text, because samples store
-    fields as JSON."""
+    """Yield rows, without columns of bytes. Values that JSON lacks, such as times and decimals,
+    become text, because samples store fields as JSON."""
     from pyarrow import parquet
 
     with _parquet_errors(path), parquet.ParquetFile(path) as file:
         place = 0
         schema = file.schema_arrow
         _require_unique(path, None, schema.names)
-        # Images and audio: pyarrow would load all of their bytes for rows that a text model never
-        # reads.
+        # Leave out images and audio: a text model does not read them, and pyarrow would load all of
+        # their bytes.
         plain = [field.name for field in schema if not _holds(field.type, _is_bytes)]
         odd = {field.name for field in schema if _holds(field.type, _is_odd)}
         with _parquet_errors(path, sorted(odd)):
-            # In batches: a row group may exceed the memory. "strict" refuses a key twice in a map.
+            # Read in batches, because a row group may exceed the memory. "strict" refuses a
+            # duplicate key in a map.
             for batch in file.iter_batches(batch_size=1024, columns=plain):
                 for row in batch.to_pylist(maps_as_pydicts="strict"):
                     place += 1
@@ -257,7 +257,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 @contextmanager
 def _parquet_errors(path: Path, odd: Sequence[str] = ()) -> Iterator[None]:
-    """Raise pyarrow's errors as DataError. `odd`: columns whose values become text."""
+    """Convert pyarrow's errors into DataError. `odd`: names of columns whose values become text."""
     import pyarrow
 
     try:
@@ -267,28 +267,30 @@ def _parquet_errors(path: Path, odd: Sequence[str] = ()) -> Iterator[None]:
     except pyarrow.ArrowException as error:
         reason = str(error).splitlines()[0]
         what = f"is not Parquet: {reason}"
-        raise DataError(path, None, what, "write it again, or fetch it again") from error
+        raise DataError(path, None, what, "write it again, or download it again") from error
     except KeyError as error:
-        what = f"holds a map with a key twice: {error.args[0]}"
+        what = f"has a map with a duplicate key: {error.args[0]}"
         raise DataError(path, None, what, "write each key of a map once") from error
-    # DataError is a ValueError, and a consumer of the rows may raise it through this context.
+    # DataError is a ValueError, and a consumer of the rows may raise it inside this context.
     except DataError:
         raise
     except (ValueError, OverflowError) as error:  # such as a time after the year 9999
         where = f" in {' or '.join(odd)}" if odd else ""
-        what = f"holds a value{where} that Python does not: {str(error).partition('.')[0]}"
+        what = f"has a value{where} outside Python's range: {str(error).partition('.')[0]}"
         raise DataError(path, None, what, "write it as text") from error
 
 
 def _require_unique(path: Path, line: int | None, columns: Sequence[str]) -> None:
-    """Raise DataError where a column is named twice: the values of one would be lost."""
+    """Raise DataError for a duplicate column name, with which the values of one column would be
+    lost."""
     twice = next((name for name, count in Counter(columns).items() if count > 1), None)
     if twice is not None:
         raise DataError(path, line, f"names the column {twice!r} twice", "rename one of them")
 
 
 def columns_of_bytes(path: Path) -> list[str]:
-    """Return the columns that rows of a Parquet file lack; an empty list for other formats."""
+    """Return the columns of bytes in a Parquet file, which its rows lack; an empty list for other
+    formats."""
     if path.suffix.lower() != ".parquet":
         return []
     from pyarrow import parquet
@@ -299,10 +301,10 @@ def columns_of_bytes(path: Path) -> list[str]:
 
 
 def _holds(column: Any, what: Callable[[Any], bool]) -> bool:
-    """Return whether `what` is true of a column's type or of a type inside it."""
+    """Return True if `what` is true for a column's type or for a type inside it."""
     from pyarrow import types
 
-    # A dictionary-encoded column has no fields; its values' type decides.
+    # A dictionary-encoded column has no fields, so test the type of its values.
     if types.is_dictionary(column):
         return _holds(column.value_type, what)
     inside = (column.field(index).type for index in range(column.num_fields))
@@ -319,14 +321,14 @@ def _is_bytes(column: Any) -> bool:
 def _is_odd(column: Any) -> bool:
     from pyarrow import BaseExtensionType, types
 
-    of_a_library = isinstance(column, BaseExtensionType)  # such as a UUID
-    # Keys of a map may be numbers, and JSON's are text.
+    is_extension = isinstance(column, BaseExtensionType)  # such as a UUID
+    # Keys of a map may be numbers, and JSON's keys are text.
     kinds = (types.is_temporal, types.is_decimal, types.is_map)
-    return of_a_library or any(is_type(column) for is_type in kinds)
+    return is_extension or any(is_type(column) for is_type in kinds)
 
 
 def as_text(value: Any) -> Any:
-    """Return the value with text in place of what JSON does not have."""
+    """Return the value with text for everything that JSON does not have."""
     if isinstance(value, dict):
         return {str(key): as_text(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -340,7 +342,7 @@ FORMATS: dict[str, Callable[[Path], Iterator[tuple[int, dict[str, Any]]]]] = dic
 
 
 def a_kind(value: Any) -> str:
-    """Return the kind of a value with its article; null has none."""
+    """Return the kind of a value with its article: `an object`, `null`."""
     name = kind(value)
     return name if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 

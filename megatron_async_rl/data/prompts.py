@@ -1,9 +1,9 @@
-"""Prompts from rows of data: columns, chat messages and length limits.
+"""Conversion of data rows to prompts: columns, chat messages and length limits.
 
 Invariants:
-- every row is read and checked before the run starts anything; the first row that cannot be used is
-  an error with its file and place;
-- rows that are left out for their length are counted and reported.
+- every row is read and checked before the run starts a process; the first unusable row raises an
+  error with its file and place;
+- rows that are left out because of their length are counted and reported.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ _log = logging.getLogger(__name__)
 
 
 PromptQuery = str | list[dict[str, Any]]
-"""The prompt of a row: text, or chat messages."""
-AT_A_TIME = 4096
-"""Number of texts that are tokenized in one call."""
+"""Prompt of a row: text, or chat messages."""
+BATCH_ROWS = 4096
+"""Number of rows whose texts are tokenized in one call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixturePart:
-    """One source of a mixture. `count`: number of its prompts; `too_long`: number of rows above
+    """One source of a mixture. `count`: number of its prompts. `too_long`: number of rows above
     data.max_prompt_tokens or data.max_tokens, which `count` excludes."""
 
     label: str = ""
@@ -90,7 +90,8 @@ class PromptSet:
 def log_too_long(data: PromptSet) -> None:
     if data.too_long:
         _log.warning(
-            "%d rows above data.max_prompt_tokens or data.max_tokens are left out, %d stay",
+            "%d rows are longer than data.max_prompt_tokens or data.max_tokens and are left out;"
+            " %d rows remain",
             data.too_long,
             len(data.prompts),
         )
@@ -105,8 +106,12 @@ def read_training(
     limit: int | None = None,
     supervised: bool = False,
 ) -> PromptSet:
-    """Return the prompts of all sources of the training data. `room`: maximum number of tokens of a
-    prompt; `limit`: number of rows to read of each source. Raises DataError."""
+    """Return the prompts of all sources of the training data.
+
+    `required`: columns and values that rewards need. `room`: largest number of tokens of a prompt
+    that fits the run; a longer prompt is an error. `limit`: largest number of rows to read from
+    each source. `supervised`: rows have given responses. Raises DataError.
+    """
     sources = data.training
     prompts: list[Prompt] = []
     parts = []
@@ -120,7 +125,7 @@ def read_training(
             limit=limit,
             supervised=supervised,
         )
-        # Ids identify prompts, and two files may hold the same ids.
+        # Prefix the ids, because two files may contain the same ids.
         before = f"{source.label}/" if len(sources) > 1 else ""
         prompts += [replace(each, id=before + each.id) for each in one.prompts]
         parts.append(replace(one.parts[0], label=source.label, weight=source.weight))
@@ -137,8 +142,9 @@ def read_set(
     limit: int | None = None,
     supervised: bool = False,
 ) -> PromptSet:
-    """Return the prompts of one file or folder, read as `data` configures. Raises DataError."""
-    # Only training data is a SourceConfig: a held-out set may read any file.
+    """Return the prompts of one file or folder, with the settings of `data`. Parameters are those
+    of `read_training`. Raises DataError."""
+    # Only training data is a SourceConfig; a held-out set may read any file.
     if isinstance(file, SourceConfig):
         require_training_files(file.path)
     columns = data.columns(file)
@@ -172,12 +178,11 @@ def read_prompts(
     limit: int | None = None,
     required: tuple[str, ...] = (),
 ) -> list[Prompt]:
-    """Prompts of one file, from the column `prompt` (text, or a list of chat messages) and,
-    optionally, a unique `id`.
+    """Return the prompts of one file. Rows have a column `prompt` (text, or a list of chat
+    messages) and, optionally, a unique `id`; other columns become `Prompt.fields`.
 
-    `required`: further columns that every row must have; those other than `prompt` and `id` become
-    `Prompt.fields`. `limit`: at most this many, from the start. Raises DataError naming file, line,
-    fault and fix, also for a prompt above `max_prompt_tokens`.
+    `required`: further columns that every row must have. `limit`: largest number of rows to read.
+    Raises DataError with file, line, fault and fix, also for a prompt above `max_prompt_tokens`.
     """
     prompts, _ = _read(
         path,
@@ -205,18 +210,18 @@ def _read(
 ) -> tuple[list[Prompt], int]:
     """Return the prompts, and the number of rows above `longest`."""
     path = Path(path)
-    # Names that rewards and the loss read, whatever the user's column is called.
+    # Name under which the loss or a reward reads the user's answer column.
     field = "response" if supervised else "answer"
     conversations = supervised and columns.messages is not None
     if supervised and not conversations:
         required = Required(lambda fields: ("response",))  # supervised data has no reward
-    # A conversation contains its answers; a second source would be ignored silently.
+    # A conversation contains its answers, so an answer column would be ignored silently.
     if conversations and columns.answer is not None:
         what = f"is read as conversations, and data.answer_key: {columns.answer} names answers"
         raise DataError(path, None, what, "remove data.answer_key, or data.messages_key")
-    # Generators throughout: rows are parsed, checked and tokenized without a list of all rows.
-    given_fields = with_fields(read_rows(path, limit), columns)
-    rows = checked_rows(given_fields, columns, field, required)
+    # Generators parse, check and tokenize rows without a list of all rows in memory.
+    rows_with_fields = with_fields(read_rows(path, limit), columns)
+    rows = checked_rows(rows_with_fields, columns, field, required)
     queries = ((row, _messages_or_text(row, columns, as_chat, chat_keys)) for row in rows)
     prompts: list[Prompt] = []
     places: dict[str, tuple[Path, int]] = {}
@@ -224,7 +229,7 @@ def _read(
     response_column = columns.answer or "response"
     for (file, place, values), prompt, encoded in _encoded(tokenizer, queries):
         given: TrainingConversation | None = None
-        # Four kinds of rows: plain text, conversations, a response to messages, and a chat prompt.
+        # A row is plain text, a conversation, a response to messages, or a chat prompt.
         text: str
         ids: Sequence[int]
         if isinstance(prompt, str):
@@ -243,23 +248,23 @@ def _read(
         else:
             tools = _tools(file, place, values, columns)
             text, ids = _rendered(file, place, _chat, prompt, tokenizer, tools)
-        # Before the length limits, so that a repeated id of a long row is an error, too.
+        # Read the id before the length limits, so that duplicate ids of long rows are errors, too.
         prompt_id = _identity(file, place, values, places)
         if not ids:
-            fix = "write a prompt the model's tokenizer can encode"
+            fix = "write a prompt that the model's tokenizer can encode"
             raise DataError(file, place, f"`{columns.prompt}` has no tokens", fix)
         if longest is not None and len(ids) > longest:
-            # Counted, not an error: `longest` is the user's own filter, and `room` a hard limit of
-            # the run.
+            # Counted, not an error: `longest` is the user's filter; `room` is a hard limit of the
+            # run.
             too_long += 1
             continue
         if room is not None and len(ids) > room:
             raise DataError(
                 file,
                 place,
-                f"`{columns.prompt}` has {len(ids)} tokens, the limit is {room}",
-                f"leave such prompts out (data.max_prompt_tokens={room}), or leave them more room:"
-                " raise rollout.max_context or lower rollout.sampling.max_tokens",
+                f"`{columns.prompt}` has {len(ids)} tokens, and the limit is {room}",
+                f"leave such prompts out (data.max_prompt_tokens={room}), or raise the limit: raise"
+                " rollout.max_context or lower rollout.sampling.max_tokens",
             )
         fields = fields_of(values, columns)
         if supervised:
@@ -269,10 +274,10 @@ def _read(
         if given is not None:
             fields["response"] = given
         prompts.append(Prompt(id=prompt_id, text=text, token_ids=tuple(ids), fields=fields))
-    # No row at all and no row left after the filter have different fixes.
+    # An empty file and a filter that leaves no row need different fixes.
     if not places:
-        fix = 'write a row for each prompt; as JSONL it is {"prompt": "1+1="}'
-        raise DataError(path, None, "holds no prompts", fix)
+        fix = 'write a row for each prompt, in JSONL {"prompt": "1+1="}'
+        raise DataError(path, None, "contains no prompts", fix)
     if not prompts:
         what = f"has no prompt of at most {longest} tokens: all {too_long} are longer"
         raise DataError(path, None, what, "raise data.max_prompt_tokens")
@@ -282,10 +287,11 @@ def _read(
 def _encoded(
     tokenizer: Tokenizer, queries: Iterator[tuple[DataRow, PromptQuery]]
 ) -> Iterator[tuple[DataRow, PromptQuery, list[int]]]:
-    """Yield each row and its prompt, with the tokens of a plain text. Texts are encoded in batches:
-    the tokenizer's result takes many times the memory of the token ids."""
-    for some in batched(queries, AT_A_TIME):
-        # Chat prompts are rendered row by row, so only plain text is encoded here.
+    """Yield (row, prompt, ids). `ids`: token ids of a plain text; empty for chat messages. Texts
+    are encoded in batches, because the tokenizer's result needs many times the memory of the
+    ids."""
+    for some in batched(queries, BATCH_ROWS):
+        # Encode only plain text: chat prompts are rendered row by row.
         texts = [(row, prompt) for row, prompt in some if isinstance(prompt, str)]
         places = [(file, place) for (file, place, _), _ in texts]
         encoded = iter(encode_rows(tokenizer, [text for _, text in texts], places.__getitem__))
@@ -296,15 +302,15 @@ def _encoded(
 def _identity(
     file: Path, place: int, values: Mapping[str, Any], places: dict[str, tuple[Path, int]]
 ) -> str:
-    """Return the row's id, and add it to `places`, the ids of earlier rows. Raises DataError for an
-    id that an earlier row has."""
+    """Return the row's id, and add it to `places` (id -> file and place of an earlier row). Raises
+    DataError for a duplicate id."""
     given = values.get("id")
-    if given == "":  # a cell of CSV without a value
+    if given == "":  # an empty cell of CSV
         given = None
     if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
-        fix = "make it text or a whole number"
+        fix = "write text or a whole number"
         raise DataError(file, place, f"`id` is {a_kind(given)}", fix)
-    # File name and line, not the path: moving a data folder must not change the ids of a run.
+    # Use the file's name, not its path, so that ids stay the same if a data folder is moved.
     name = f"{file.name}:{place}" if given is None else str(given)
     if not is_unicode(name):
         what = f"`id` {name!r} is not valid Unicode"
@@ -312,7 +318,7 @@ def _identity(
     if name in places:
         other, line = places[name]
         where = f"line {line}" if other == file else f"{other.name}:{line}"
-        raise DataError(file, place, f"`id` {name!r} is also that of {where}", "make ids unique")
+        raise DataError(file, place, f"`id` {name!r} is also the id of {where}", "use unique ids")
     places[name] = (file, place)
     return name
 
@@ -320,8 +326,11 @@ def _identity(
 def _messages_or_text(
     row: DataRow, columns: DataColumns, as_chat: bool, chat_keys: Sequence[str]
 ) -> PromptQuery:
-    """Return the prompt as chat messages, or as text that is not rendered. Raises DataError for a
-    faulty message, and for text if `chat_keys` are set, which would have no effect on it."""
+    """Return the prompt as chat messages, or as text that is not rendered.
+
+    `chat_keys`: config keys with a value that affects only chat messages. Raises DataError for a
+    faulty message, and for plain text if there are `chat_keys`, which it would ignore.
+    """
     file, place, values = row
     value = prompt_value(file, place, values, columns)
     if isinstance(value, str):
@@ -331,13 +340,13 @@ def _messages_or_text(
                 fix = f"set data.as_chat: true, or remove {chat_keys[0]}"
                 raise DataError(file, place, what, fix)
             return value
-        # After this line, `as_chat` rows and rows of messages take one path.
+        # From here on, text with `as_chat` is treated like messages.
         value = [{"role": "user", "content": value}]
     messages = [message_of(file, place, message) for message in value]
     if not any(one.get("tool_calls") or (one.get("content") or "").strip() for one in messages):
-        fix = "write the question, or remove the line"
+        fix = "write the question, or remove the row"
         raise DataError(file, place, "every chat message is empty", fix)
-    # A row's own system message wins; templates refuse two of them.
+    # A row's system message takes precedence, because templates refuse two system messages.
     if columns.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": columns.system_prompt})
     return messages
@@ -351,11 +360,12 @@ def _given_response(
     tokenizer: Tokenizer,
     tools: Sequence[Any],
 ) -> TrainingConversation:
-    """Return the response to chat messages: text, a number, or messages, which is TRL's form."""
+    """Return the conversation of chat messages and a response, which is text, a number, or
+    messages as in TRL. Raises DataError."""
     value = _messages_or_value(file, place, response)
     if value and is_messages(value):
         completion = [message_of(file, place, message) for message in value]
-        # One rendering of both: rendering the parts alone could tokenize the boundary differently.
+        # Render both together: separate renderings may tokenize the boundary differently.
         whole = as_conversation(messages, completion)
         return _rendered(file, place, conversation, whole, tokenizer, tools)
     text = response_text(file, place, value)
@@ -375,11 +385,11 @@ def _messages_or_value(file: Path, place: int, response: Any) -> Any:
 
 
 def _require_response(file: Path, place: int, response: Any) -> None:
-    """Raise DataError for a response to plain text that is not text. Messages are refused as well:
+    """Raise DataError for a response to plain text that is not text. Messages are refused, because
     the policy would learn their JSON."""
     value = _messages_or_value(file, place, response)
     if value and is_messages(value):
-        what = "`response` holds chat messages, and the prompt is plain text"
+        what = "`response` has chat messages, and the prompt is plain text"
         raise DataError(file, place, what, "set data.as_chat: true, or write the response as text")
     response_text(file, place, response)
 
@@ -388,23 +398,23 @@ def _tools(file: Path, place: int, values: Mapping[str, Any], columns: DataColum
     """Return the schemas of the functions that the row's messages may call."""
     if columns.tools is None:
         return []
-    # A tools column is often one JSON string per row, and each entry may be one again.
-    found = read_json(value_of(values, columns.tools))
-    # The default column is optional; a column that the user named is not.
-    if found is MISSING and columns.tools != TOOLS_COLUMN:
+    # The column is often JSON text, and so may each of its entries be.
+    tools = read_json(value_of(values, columns.tools))
+    # The default column is optional; a column that the user names is required.
+    if tools is MISSING and columns.tools != TOOLS_COLUMN:
         raise missing_column(file, place, TOOLS_KEY, columns.tools, values)
-    if found is None or found is MISSING or (isinstance(found, str) and not found.strip()):
+    if tools is None or tools is MISSING or (isinstance(tools, str) and not tools.strip()):
         return []
-    # A table adds the parameters of every other row's functions as nulls.
-    found = [without_nulls(read_json(one)) for one in found] if isinstance(found, list) else found
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        what = f"`{columns.tools}` is not a list of JSON schemas: {found!r:.80}"
+    # Remove nulls, which a table adds for the parameters of other rows' functions.
+    tools = [without_nulls(read_json(one)) for one in tools] if isinstance(tools, list) else tools
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        what = f"`{columns.tools}` is not a list of JSON schemas: {tools!r:.80}"
         fix = (
-            'write [{"type": "function", "function": {"name": ...}}]; or, for a column of something'
-            " else, set data.tools_key: null"
+            'write [{"type": "function", "function": {"name": ...}}]; if the column has other'
+            " content, set data.tools_key: null"
         )
         raise DataError(file, place, what, fix)
-    return found
+    return tools
 
 
 def _chat(
@@ -423,8 +433,8 @@ def _require_question(file: Path, place: int, messages: Sequence[Mapping[str, An
     if messages[-1]["role"] == "assistant":
         what = "the last message is the assistant's, so there is nothing to answer"
         fix = (
-            "end the prompt with the user's message; whole conversations are data.messages_key with"
-            " objective.loss: sft"
+            "end the prompt with the user's message; to train on whole conversations, set"
+            " data.messages_key and objective.loss: sft"
         )
         raise DataError(file, place, what, fix)
 
@@ -441,11 +451,11 @@ def _rendered[Result](
     try:
         return render(file, place, messages, tokenizer, tools)
     except DataError as error:
-        # An error with a line names its row already; one of the tokenizer names only the model.
+        # An error with a line already names the row; an error of the tokenizer names the model.
         if error.line is not None:
             raise
         what = f"cannot be rendered: {error.path} {error.what}"
         raise DataError(file, place, what, error.fix) from error
     except Exception as error:  # a template is a program: it may raise anything
-        what = f"the chat template refuses it: {error}"
+        what = f"the chat template refuses the messages: {error}"
         raise DataError(file, place, what, "follow the template's rules") from error

@@ -1,17 +1,17 @@
-"""Text to token ids and back.
+"""Conversion of text to token ids, and back.
 
 Invariants:
-- ids and text are those of `transformers.AutoTokenizer` for the same directory: it may rebuild the
-  tokenizer for a model's class, add tokens of other files, change flags of tokens and clean up
-  decoded text. tokenizer.json is read without it only if every setting of the directory is in
-  PLAIN_SETTINGS and the other short lists below, because importing transformers takes seconds;
-- every id that `encode*` returns has a row in the model: a tokenizer may have more entries than the
-  model (Gemma 3's image token, an added pad token), and text with such a token is refused;
-- `decode` takes every id that the model can sample, also rows without a token;
-- importing this file imports neither torch nor transformers; chat templates, and tokenizers that
-  are more than a plain tokenizer.json, load transformers;
-- `eos_ids[0]` is the tokenizer's own end-of-sequence token; every id in `eos_ids` ends a sampled
-  response, the chat template's end of a turn included.
+- ids and text are equal to those of `transformers.AutoTokenizer` for the same directory, which may
+  rebuild the tokenizer for a model's class, add tokens of other files, change flags of tokens and
+  clean up decoded text. Because an import of transformers takes seconds, tokenizer.json is read
+  without it if every setting of the directory is in PLAIN_SETTINGS and the other short lists below;
+- every id that `encode*` returns has a row in the model. A tokenizer may have more entries than the
+  model (Gemma 3's image token, an added pad token); text with such a token is refused;
+- `decode` accepts every id that the model can sample, also rows without a token;
+- the import of this file loads neither torch nor transformers. Chat templates, and tokenizers with
+  more than a plain tokenizer.json, load transformers;
+- `eos_ids[0]` is the tokenizer's own end-of-sequence token. Every id in `eos_ids` ends a sampled
+  response, including the chat template's end of a turn.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def content_of(message: Mapping[str, Any]) -> str | None:
-    """Return the text of a chat message, whose content may be a list of texts; null for a message
-    with `tool_calls`. Raises ValueError for content that a text model does not read; its text
-    continues "a message of the user ..."."""
+    """Return the text of a chat message, whose content may be a list of texts; None for a message
+    with `tool_calls` and without content. Raises ValueError for content that a text model cannot
+    read; the text of the error continues "a message of the user ..."."""
     content = message.get("content")
     if isinstance(content, list):
         for index, part in enumerate(content):
             if not isinstance(part, Mapping):
-                form = 'an object {"type": "text", "text": ...} is expected'
+                form = 'it must be an object {"type": "text", "text": ...}'
                 raise ValueError(f"has content[{index}] of type {kind(part)}: {form}")
             if not isinstance(part.get("text"), str):
                 given = part.get("type")
                 raise ValueError(
                     f"has no text in content[{index}]"
                     if given in (None, "text")
-                    else f"has content[{index}] of type {given}: the model reads text alone"
+                    else f"has content[{index}] of type {given}: the model reads only text"
                 )
         # vLLM joins the parts of a message with line breaks, and training must see the same text.
         return "\n".join(part["text"] for part in content)
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return content
     given = "no content" if content is None else f"{a_kind(content)} as its content"
-    raise ValueError(f"has {given}, and must have text")
+    raise ValueError(f"has {given}, which must be text")
 
 
 class Tokenizer(Protocol):
@@ -67,12 +67,12 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, which are 0 .. vocab_size - 1."""
+        """Number of ids: 0 .. vocab_size - 1."""
         ...
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text. `special_tokens` adds the tokens that the model's tokenizer
-        puts around a text, such as a BOS."""
+        """Return the ids of a text. With `special_tokens`, they include the tokens that the model's
+        tokenizer adds to a text, such as a BOS."""
         ...
 
     def encode_many(
@@ -80,16 +80,16 @@ class Tokenizer(Protocol):
     ) -> list[list[int]]: ...
 
     def render_chat(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
-        """Return the messages as the chat template writes them. `answer` adds the beginning of the
-        model's answer. `tools`: JSON schemas of functions that the model may call."""
+        """Return the messages as the chat template writes them. With `answer`, the beginning of the
+        model's answer follows. `tools`: JSON schemas of the functions that the model may call."""
         ...
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the ids of a rendered text, which contains its special tokens."""
+        """Return the ids of a rendered text, which already contains its special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return text without special tokens, and without ids that have no token."""
+        """Return the text of the ids, without special tokens and without ids that have no token."""
         ...
 
 
@@ -99,16 +99,19 @@ def load_tokenizer(
     options: Mapping[str, Any] | None = None,
     tools: Sequence[Any] = (),
 ) -> Tokenizer:
-    """`template`: of chat prompts, null takes the model's; `options`: its variables; `tools`:
-    schemas of functions that every chat prompt names. Raises DataError if the directory has no
-    tokenizer, names no end-of-sequence token, or names one without a row in the model."""
+    """Return the tokenizer of a model directory.
+
+    `template`: chat template; None uses the model's. `options`: variables of the template. `tools`:
+    JSON schemas of the functions in every chat prompt. Raises DataError if the directory has no
+    tokenizer or no end-of-sequence token, or if the model has no row for this token.
+    """
     model_dir = Path(model_dir)
     if not any((model_dir / name).is_file() for name in FILES):
         raise DataError(
             model_dir,
             None,
-            "holds neither tokenizer.json nor tokenizer.model",
-            "point model.path at a Hugging Face model directory with its tokenizer files",
+            "contains neither tokenizer.json nor tokenizer.model",
+            "set model.path to a Hugging Face model directory with its tokenizer files",
         )
     backend, loaded = _load_backend(model_dir)
     chat = ChatTemplate(model_dir, template, options or {}, tools, loaded)
@@ -116,7 +119,7 @@ def load_tokenizer(
 
 
 def tokenizer_of(model_dir: Path, data: DataConfig, tools: Sequence[Any] = ()) -> Tokenizer:
-    """Load the model's tokenizer with the chat template and options of `data`, and `tools`."""
+    """Return the model's tokenizer with the chat template and options of `data`, and `tools`."""
     return load_tokenizer(model_dir, data.chat_template, data.chat_template_options, tools)
 
 
@@ -127,17 +130,18 @@ def encode_rows(
     *,
     special_tokens: bool = True,
 ) -> list[list[int]]:
-    """Return the ids of each text. `place_of`: file and place of a text by its index. Raises
+    """Return the ids of each text. `place_of`: index of a text -> its file and place. Raises
     DataError with the place of the first text that cannot be tokenized."""
     try:
         return tokenizer.encode_many(texts, special_tokens=special_tokens)
-    except Exception:  # tokenizers raise bare Exception, without the text in question
-        # Only after a failure: one text at a time is slow, but it finds the faulty one.
+    except Exception:  # tokenizers raise bare Exception, which does not name the faulty text
+        # Tokenize one text at a time to find the faulty text. This is slow, but only after a
+        # failure.
         for index, text in enumerate(texts):
             try:
                 tokenizer.encode(text, special_tokens=special_tokens)
             except Exception as error:
-                fix = "use only text the model's vocabulary covers"
+                fix = "use only text that the model's vocabulary covers"
                 what = str(error)
                 if isinstance(error, DataError):
                     what, fix = f"{error.path} {error.what}", error.fix
@@ -146,16 +150,16 @@ def encode_rows(
 
 
 class ModelTokenizer:
-    """The tokenizer of a model directory."""
+    """Tokenizer of a model directory."""
 
     def __init__(self, model_dir: Path, backend: TokenizerBackend, chat: ChatTemplate) -> None:
         self._dir = model_dir
         self._backend = backend
         self._chat = chat
         vocabulary = backend.vocabulary()
-        # Ids may have gaps, so the number of entries is not the size.
+        # Ids may have gaps, so the size may exceed the number of entries.
         self._size = max(vocabulary.values()) + 1
-        # Models pad their embedding, or have fewer rows than the tokenizer has tokens.
+        # The model may have more rows, as padding of its embedding, or fewer.
         self._rows = _model_rows(model_dir) or self._size
         self._own_eos_ids = _eos_ids(model_dir, vocabulary)
         for index in self._own_eos_ids:
@@ -165,14 +169,14 @@ class ModelTokenizer:
                     None,
                     f"ends sequences with token {index}, and the model has {self._rows} rows",
                     "correct eos_token in tokenizer_config.json or eos_token_id in"
-                    " generation_config.json, or use the tokenizer that belongs to this model",
+                    " generation_config.json, or use the tokenizer of this model",
                 )
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
-        # Cached and late: finding it may load transformers, which plain text never needs.
+        # Computed on first use, because it may load transformers, which plain text does not need.
         turn = self._chat.end_of_turn
-        # A token without a row is never sampled.
+        # The model cannot sample a token without a row.
         more = () if turn is None or turn >= self._rows else (turn,)
         return tuple(dict.fromkeys((*self._own_eos_ids, *more)))
 
@@ -184,15 +188,15 @@ class ModelTokenizer:
         return self.encode_many([text], special_tokens=special_tokens)[0]
 
     def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
-        found = self._backend.encode(texts, special_tokens=special_tokens)
-        # Almost every model has a row for each token; only others pay for the check.
+        encoded = self._backend.encode(texts, special_tokens=special_tokens)
+        # Skip the check for a model with a row for each token, which is the common case.
         if self._size > self._rows:
-            for ids in found:
+            for ids in encoded:
                 self._require_rows(ids)
-        return found
+        return encoded
 
     def _require_rows(self, ids: Sequence[int]) -> None:
-        """Raise DataError for an id without a row: the policy and the engines would fail on it."""
+        """Raise DataError for an id without a row, on which policy and engines would fail."""
         for index in ids:
             if index >= self._rows:
                 text = self._backend.token(index)
@@ -200,8 +204,7 @@ class ModelTokenizer:
                     self._dir,
                     None,
                     f"has no row for token {index} ({text!r}): its vocab_size is {self._rows}",
-                    f"remove {text!r} from the text, or use the tokenizer that belongs to this"
-                    " model",
+                    f"remove {text!r} from the text, or use the tokenizer of this model",
                 )
 
     def render_chat(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
@@ -211,16 +214,18 @@ class ModelTokenizer:
         return self.encode(text, special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        # An untrained model also samples the rows that pad its vocabulary.
+        # An untrained model also samples the padding rows of its vocabulary.
         known = [int(index) for index in ids if 0 <= index < self._size]
         return self._backend.decode(known)
 
 
 def _load_backend(model_dir: Path) -> tuple[TokenizerBackend, Any]:
-    """Return the backend of a directory, and transformers' tokenizer where that is loaded."""
+    """Return (backend, transformers' tokenizer) of a directory; the latter is None if
+    transformers is not loaded."""
     from tokenizers import Tokenizer as Backend
 
-    # Defaults of tokenizer classes would add an end of sequence that the model has never seen.
+    # Require an end-of-sequence token here: defaults of tokenizer classes would add a token that
+    # the model has never seen.
     if _eos_text(model_dir) is None and not _eos_listed(model_dir):
         raise _damaged_file(model_dir) or _no_eos(model_dir)
     path = model_dir / FILES[0]
@@ -231,26 +236,26 @@ def _load_backend(model_dir: Path) -> tuple[TokenizerBackend, Any]:
             raise _damaged_file(model_dir) or error from error
         config = _read_json(model_dir / "tokenizer_config.json")
         model_type = _read_json(model_dir / "config.json").get("model_type")
-        # The fast path must give the ids of transformers, so a single unknown setting rules it out.
+        # The ids must equal those of transformers, so a single unknown setting excludes this path.
         if is_plain(model_dir, plain, config, model_type):
             return FileBackend(plain), None
     try:
         loaded = load_with_transformers(model_dir)
     except DataError as error:
         raise _damaged_file(model_dir) or error from error
-    # A tokenizer in Python alone has no backend that encodes batches.
+    # A tokenizer in pure Python cannot encode batches.
     if not loaded.is_fast:
         raise DataError(
             model_dir,
             None,
-            f"has a tokenizer in Python alone, {type(loaded).__name__}",
+            f"has a tokenizer in pure Python, {type(loaded).__name__}",
             "add its tokenizer.json, which transformers' save_pretrained writes",
         )
     return TransformersBackend(loaded), loaded
 
 
 def _damaged_file(model_dir: Path) -> DataError | None:
-    """Return the fault of the tokenizer's file, where its own library cannot read it."""
+    """Return the error for a tokenizer file that its own library cannot read; None if it can."""
     from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer as Backend
 
@@ -260,7 +265,7 @@ def _damaged_file(model_dir: Path) -> DataError | None:
             Backend.from_file(str(fast))
         else:
             SentencePieceProcessor(model_file=str(pieces))
-    except Exception as error:  # noqa: BLE001 - the Rust side raises bare Exception for bad files
+    except Exception as error:  # noqa: BLE001 - the Rust code raises bare Exception for bad files
         path, what, library = (
             (fast, "tokenizer", "transformers")
             if fast.is_file()
@@ -287,7 +292,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_rows(model_dir: Path) -> int | None:
-    """Return the rows of the model's embedding; null where config.json names none."""
+    """Return the number of rows of the model's embedding; None if config.json does not state it."""
     config = _read_json(model_dir / "config.json")
     # Multimodal models nest the language model's settings.
     for part in (config, config.get("text_config")):
@@ -297,21 +302,22 @@ def _model_rows(model_dir: Path) -> int | None:
 
 
 def _token_text(value: Any) -> str | None:
-    """Return the text of a token, which is text or an object with `content`."""
+    """Return the text of a token, which is text or an object with `content`; None for other
+    values."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _eos_text(model_dir: Path) -> str | None:
-    """Return the tokenizer's own end-of-sequence token."""
+    """Return the text of the tokenizer's own end-of-sequence token; None if it has none."""
     files = ("tokenizer_config.json", "special_tokens_map.json")
     named = (_token_text(_read_json(model_dir / name).get("eos_token")) for name in files)
     return next((text for text in named if text is not None), None)
 
 
 def _eos_listed(model_dir: Path) -> list[int]:
-    # vLLM stops at the tokens of generation_config.json, so that file comes first.
+    # generation_config.json comes first, because vLLM stops at its tokens.
     for name in ("generation_config.json", "config.json"):
         listed = _read_json(model_dir / name).get("eos_token_id")
         if listed is not None:
@@ -320,46 +326,46 @@ def _eos_listed(model_dir: Path) -> list[int]:
 
 
 def _eos_ids(model_dir: Path, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """Return every id that ends a sequence. The tokenizer's own comes first, because most chat
-    models end a turn with it."""
-    # The tokenizer's own token stays first: `eos_ids[0]` ends given responses.
+    """Return every id that ends a sequence. The tokenizer's own token comes first, because most
+    chat models end a turn with it. Raises DataError if there is no such id."""
+    # `eos_ids[0]` ends given responses, so the tokenizer's own token must stay first.
     own = _eos_text(model_dir)
     named = [vocabulary[own]] if own is not None and own in vocabulary else []
-    found = tuple(dict.fromkeys((*named, *_eos_listed(model_dir))))
-    if not found:
+    ids = tuple(dict.fromkeys((*named, *_eos_listed(model_dir))))
+    if not ids:
         raise _no_eos(model_dir)
-    return found
+    return ids
 
 
 def _no_eos(model_dir: Path) -> DataError:
     return DataError(
         model_dir,
         None,
-        "names no end-of-sequence token",
+        "has no end-of-sequence token",
         "set eos_token_id in generation_config.json or config.json, or eos_token in"
         " tokenizer_config.json",
     )
 
 
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Values of `tokenizer_class` for which transformers reads tokenizer.json as it is."""
+"""Values of `tokenizer_class` for which transformers reads tokenizer.json unchanged."""
 PLAIN_FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text")
-"""Values of `model_type` with which it heeds PLAIN_CLASSES; for qwen2, it takes its own class."""
+"""Values of `model_type` for which transformers uses `tokenizer_class`. For qwen2, for example, it
+uses its own class."""
 PLAIN_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PLAIN_SETTINGS = {
     *("tokenizer_class", "chat_template", "model_max_length", "padding_side", "truncation_side"),
     *PLAIN_TOKENS,
 }
-"""Keys of tokenizer_config.json that change no id and no text, once the named tokens are
-checked."""
+"""Keys of tokenizer_config.json that do not change ids or text. `is_plain` checks the tokens."""
 OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "tokenizer.model", "tekken.json")
-"""Files next to tokenizer.json from which transformers may take tokens."""
+"""Files next to tokenizer.json from which transformers may add tokens."""
 PATCHED_SIZE = 100_000
-"""Entries above which transformers may replace Mistral's regular expression."""
+"""Vocabulary size above which transformers may replace Mistral's regular expression."""
 
 
 class TokenizerBackend(Protocol):
-    """Ids and text, without the rules of this package."""
+    """Interface of a tokenizer library, without the rules of this package."""
 
     def vocabulary(self) -> Mapping[str, int]:
         """Return the id of each token, added tokens included."""
@@ -375,21 +381,21 @@ class TokenizerBackend(Protocol):
 
 
 class FileBackend:
-    """A tokenizer.json that transformers would read as it is.
+    """Backend for a tokenizer.json that transformers would read unchanged.
 
-    tokenizer: of the library `tokenizers`.
+    `tokenizer`: an object of the library `tokenizers`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def vocabulary(self) -> Mapping[str, int]:
-        found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        return found
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
 
     def token(self, index: int) -> str | None:
-        found: str | None = self._tokenizer.id_to_token(index)
-        return found
+        text: str | None = self._tokenizer.id_to_token(index)
+        return text
 
     def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
@@ -400,28 +406,28 @@ class FileBackend:
 
 
 class TransformersBackend:
-    """transformers' tokenizer."""
+    """Backend that uses transformers' tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         from transformers import PreTrainedTokenizerFast
 
-        # Truncation and padding of the file do not hold for `encode`; without them it changes no
-        # state, so that several threads may encode.
+        # `encode` neither truncates nor pads, whatever the file states. Without these settings it
+        # changes no state, so several threads may encode.
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         self._tokenizer = tokenizer
         own = type(tokenizer)._encode_plus
-        # A class with rules of its own, such as Code Llama's infilling, applies them to a single
-        # text.
+        # A class with its own rules, such as Code Llama's infilling, applies them only to a single
+        # text, so do not encode its texts in batches.
         self._in_batches = own is PreTrainedTokenizerFast._encode_plus
 
     def vocabulary(self) -> Mapping[str, int]:
-        found: dict[str, int] = self._tokenizer.get_vocab()
-        return found
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return vocabulary
 
     def token(self, index: int) -> str | None:
-        found: str | None = self._tokenizer.convert_ids_to_tokens(index)
-        return found
+        text: str | None = self._tokenizer.convert_ids_to_tokens(index)
+        return text
 
     def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
         if not texts:
@@ -438,8 +444,8 @@ class TransformersBackend:
             return_token_type_ids=False,
             verbose=False,
         )
-        found: list[list[int]] = encoded["input_ids"]
-        return found
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -448,9 +454,10 @@ class TransformersBackend:
 def is_plain(
     model_dir: Path, tokenizer: Any, config: Mapping[str, Any], model_type: object
 ) -> bool:
-    """Return whether transformers would read the tokenizer.json of a directory as it is.
+    """Return True if transformers would read the tokenizer.json of a directory unchanged.
 
-    tokenizer: of the library `tokenizers`, read from that file. config: tokenizer_config.json.
+    `tokenizer`: object of the library `tokenizers`, read from this file. `config`: content of
+    tokenizer_config.json. `model_type`: value in config.json.
     """
     added = tokenizer.get_added_tokens_decoder().values()
     special = {one.content for one in added if one.special}
@@ -461,7 +468,7 @@ def is_plain(
         and config.get("tokenizer_class") in PLAIN_CLASSES
         and config.keys() <= PLAIN_SETTINGS
         and not any((model_dir / name).exists() for name in OTHER_FILES)
-        # transformers gives named tokens flags of its own.
+        # transformers sets its own flags for named tokens.
         and not any(one.lstrip or one.rstrip or one.single_word or one.normalized for one in added)
         and all(isinstance(one, str) and one in special for one in named)
         and tokenizer.truncation is None

@@ -97,12 +97,21 @@ print(*sys.modules, sep="\\n")
 @dataclass
 class Baseline:
     """A test file without a mutant. seconds, lines: of each test that passes; lines of the package
-    as `file:line`. imported: lines that importing the file executes."""
+    as `file:line`. imported: lines that importing the file executes. elsewhere: functions that
+    other processes of the tests execute (executed.py). digests: of the package's files in these."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, list[str]] = field(default_factory=dict)
     imported: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def files(self) -> set[str]:
+        """Return the files of the package that the tests execute."""
+        places = [*self.imported, *self.elsewhere]
+        for lines in self.lines.values():
+            places += lines
+        return {place.partition(":")[0] for place in places}
 
 
 class LineRecorder:
@@ -321,7 +330,8 @@ def _pytest(files: Iterable[str], plugin: Any, *options: str) -> int:
 
 class Judge:
     """Decides which mutants survive. Baselines are kept in `build/mutation` of the checkout, by a
-    digest of the package and the test file."""
+    digest of the test file. A baseline is measured again if it executes the mutant's file and that
+    file has changed since."""
 
     def __init__(self, workspace: Workspace, nearest: int) -> None:
         self._workspace = workspace
@@ -330,14 +340,19 @@ class Judge:
         self._baselines: dict[str, Baseline] = {}
         self._passing: dict[str, bool] = {}
         self._cache = ROOT / "build" / "mutation"
-        package = hashlib.sha256()
-        for path in sorted((workspace.root / PACKAGE).rglob("*.py")):
-            package.update(path.read_bytes())
-        self._package = package.hexdigest()
+        self._digests = {
+            str(path.relative_to(workspace.root)): hashlib.sha256(path.read_bytes()).hexdigest()[
+                :16
+            ]
+            for path in (workspace.root / PACKAGE).rglob("*.py")
+        }
+        self._mutated = ""
+        """File of the mutant that is judged."""
         self._executed = ExecutedFunctions(workspace.root, self._cache)
 
     def verdict(self, mutant: Mutant) -> str:
         """Return `survived`, or the reason why the mutant was killed."""
+        self._mutated = mutant.file
         places = {f"{mutant.file}:{line}" for line in range(mutant.lines[0], mutant.lines[1] + 1)}
         files = self._map.nearest(mutant.file)
         near, far = files[: self._nearest], files[self._nearest :]
@@ -443,22 +458,34 @@ class Judge:
 
     def _baseline(self, file: str) -> Baseline:
         if file not in self._baselines:
-            text = (self._workspace.root / file).read_bytes()
-            recorder = Path(__file__).read_bytes()
-            digest = hashlib.sha256(self._package.encode() + text + recorder).hexdigest()
-            path = self._cache / f"{digest[:32]}.json"
-            if path.exists():
-                self._baselines[file] = Baseline(**json.loads(path.read_text(encoding="utf-8")))
-            else:
-                start = time.monotonic()
-                self._baselines[file] = self._measured(file)
-                # A file that did not end, as on a busy machine, is measured again next time.
-                if self._baselines[file].seconds:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(json.dumps(vars(self._baselines[file])), encoding="utf-8")
-                count = len(self._baselines[file].seconds)
-                print(f"  {file}: {count} tests in {time.monotonic() - start:.0f} s", flush=True)
+            path = self._path_of(file)
+            self._baselines[file] = (
+                Baseline(**json.loads(path.read_text(encoding="utf-8")))
+                if path.exists()
+                else self._stored(file)
+            )
+        measured = self._baselines[file].digests.get(self._mutated)
+        if measured is not None and measured != self._digests.get(self._mutated):
+            self._baselines[file] = self._stored(file)
         return self._baselines[file]
+
+    def _path_of(self, file: str) -> Path:
+        # Named by the test file alone: an edit of the package changes few baselines.
+        digest = hashlib.sha256((self._workspace.root / file).read_bytes()).hexdigest()
+        return self._cache / f"{digest[:32]}.json"
+
+    def _stored(self, file: str) -> Baseline:
+        """Measure a test file, and store the result."""
+        start, path = time.monotonic(), self._path_of(file)
+        baseline = self._measured(file)
+        baseline.digests = {one: self._digests[one] for one in baseline.files() & {*self._digests}}
+        # A file that did not end, as on a busy machine, is measured again next time.
+        if baseline.seconds:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(vars(baseline)), encoding="utf-8")
+        count = len(baseline.seconds)
+        print(f"  {file}: {count} tests in {time.monotonic() - start:.0f} s", flush=True)
+        return baseline
 
     def _measured(self, file: str) -> Baseline:
         def act() -> dict[str, Any]:

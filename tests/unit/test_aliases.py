@@ -1,4 +1,4 @@
-"""Names of other libraries are answered with what they are here, or that they are not supported."""
+"""The error for a name of another library states its equivalent, or that it is not supported."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def fix_of(folder: Path, override: str) -> str:
         ("objective.loss=dapo", "objective.loss={name: ppo_clip, clip_high: 0.28}"),
         ("objective.loss=dr-grpo", "seq-mean-token-sum-norm"),
         ("objective.loss=ppo", "objective.advantage=gae"),
-        ("objective.loss=tis", "tis is one of `objective.corrections`"),
-        ("objective.advantage=gac", "gac is one of `controls`"),
+        ("objective.loss=tis", "tis is a value of `objective.corrections`"),
+        ("objective.advantage=gac", "gac is a value of `controls`"),
         ("objective.loss=peft", "use `policy.lora`"),
-        ("model.lora={rank: 8}", "this key lives at `policy.lora`"),
+        ("model.lora={rank: 8}", "set it as `policy.lora`"),
         ("policy.lora={target_modules: [q_proj]}", "use `policy.lora.targets`"),
         ("objective.kl_coef=0.1", "use `objective.kl.coef`"),
         ("learning_rate=1e-5", "use `policy.optimizer.lr`"),

@@ -247,7 +247,7 @@ def test_the_largest_beta_that_is_taken_still_decays_in_bfloat16():
 
 def test_gradients_in_bfloat16_are_refused_for_a_model_in_float32(file):
     asked = "policy.optimizer.gradient_dtype=bfloat16"
-    with pytest.raises(ConfigError, match="is float32, so it would change nothing"):
+    with pytest.raises(ConfigError, match="is float32, so it would have no effect"):
         load(file, ["model.dtype=float32", asked])
     load(file, ["model.dtype=bfloat16", asked])
 

@@ -1,5 +1,4 @@
-"""Methods that the configuration lets go together do; what does not go together is refused before a
-run starts."""
+"""Methods that the configuration accepts work together; others are refused before a run starts."""
 
 from __future__ import annotations
 
@@ -21,13 +20,12 @@ from tests.train_batches import columns, ragged_batch
 from tests.written_run import write_run
 
 CUTS = ([[0, 1, 2, 3, 4]], [[3], [0, 4], [], [2, 1]])
-"""The five valid samples of a batch as micro-batches; a rank without samples gets one of no
+"""Five samples of a batch as micro-batches; a rank without samples gets a micro-batch without
 rows."""
 
 
 def surveyed(batch, objective, seed):
-    """Columns as a survey brings them, and log-probs near what sampled the tokens: ([N] each, logp
-    [N])."""
+    """Return columns as in a survey, and log-probs near those of sampling: ([N] each, logp [N])."""
     generator = torch.Generator().manual_seed(seed)
     behavior = torch.tensor(valid_samples(batch).behavior_logprobs)
 
@@ -46,7 +44,7 @@ def surveyed(batch, objective, seed):
 
 
 def loss_and_gradient(objective, targets, logp, rows_of_parts, dtype):
-    """Over all micro-batches: (loss, gradient by log-prob), each detached."""
+    """Return (loss, gradient by log-prob) over all micro-batches, each detached."""
     logp = logp.to(dtype).requires_grad_()
     nobody = torch.zeros(1, dtype=dtype, requires_grad=True)
     total = 0.0 * nobody.sum()
@@ -110,7 +108,7 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
     [
         (
             ["objective={loss: oapl, advantage: none}", "flow.async_ratio=1"],
-            ["oapl", "one weight version", "flow.async_ratio: 0"],
+            ["oapl", "a single weight version", "flow.async_ratio: 0"],
         ),
         (["objective={loss: ppo_clip, advantage: opob}"], ["opob", "ppo_clip", "reinforce"]),
         (
@@ -123,7 +121,7 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
                 "objective={loss: reinforce, advantage: none}",
                 "flow={prompts_per_step: 4, group_size: 1, dynamic_sampling: true}",
             ],
-            ["dynamic_sampling", "a group of one"],
+            ["dynamic_sampling", "of one response"],
         ),
         (
             ["objective={loss: kimi, advantage: none}", "flow.group_size=1"],
@@ -136,16 +134,16 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
         ),
         (
             ["objective={loss: dppo_tv, proximal: recompute, corrections: [tis]}"],
-            ["tis", "dppo_tv", "already holds"],
+            ["tis", "dppo_tv", "already contains"],
         ),
         (["objective.corrections=[tis]"], ["tis", "proximal: behavior", "proximal: recompute"]),
         (["objective={loss: topr, advantage: grpo}"], ["topr", "no advantage", "advantage: none"]),
         (["objective.advantage=gae"], ["gae", "add value"]),
-        (["controls=[gac, matched_norm]"], ["gac", "matched_norm", "one at a time"]),
+        (["controls=[gac, matched_norm]"], ["gac", "matched_norm", "one per run"]),
     ],
     ids=lambda value: value[0] if "=" in value[0] else "",
 )
-def test_methods_that_do_not_go_together_are_refused_with_the_reason(
+def test_methods_that_do_not_compose_are_refused_with_the_reason(
     overrides, reasons, tmp_path, monkeypatch, capsys
 ):
     file = write_run(tmp_path)

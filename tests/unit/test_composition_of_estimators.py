@@ -1,5 +1,5 @@
-"""Combinations of advantages and corrections with other settings. Rules about losses and controls
-are tested with those."""
+"""Combinations of advantages and corrections with other settings. The tests of losses and of
+controls cover their rules."""
 
 import pytest
 from pydantic import ValidationError
@@ -21,13 +21,16 @@ def objective(**settings):
         ({"advantage": "gae"}, "gae reads the estimates of a value head; add value"),
         (
             {"advantage": "grpo", "value": {}},
-            "grpo makes no returns for it to learn; set advantage: gae",
+            "grpo computes no returns for the value head; set advantage: gae",
         ),
-        ({"advantage": "otb"}, "not the same with proximal: behavior; set proximal: recompute"),
+        (
+            {"advantage": "otb"},
+            "these policies differ with proximal: behavior; set proximal: recompute",
+        ),
         ({"advantage": "otb", "proximal": "loglinear"}, "set proximal: recompute"),
         (
             {"advantage": {"name": "opob", "mode": "exact"}, "loss": "ppo_clip"},
-            "ppo_clip clips or weighs by the advantage; set a loss that does not, like reinforce",
+            "ppo_clip is not, because the loss clips or weights by the advantage",
         ),
         (
             {
@@ -54,19 +57,19 @@ def objective(**settings):
         ),
         (
             {"corrections": [OPSM, TIS]},
-            r"corrections \['tis'\] look at pi_prox / pi_behavior, which is 1",
+            r"corrections \['tis'\] read pi_prox / pi_behavior, which is 1",
         ),
         (
             {"corrections": [OPSM, TIS], "proximal": "recompute"},
-            r"corrections \['opsm'\] look at pi / pi_prox, which is 1",
+            r"corrections \['opsm'\] read pi / pi_prox, which is 1",
         ),
         (
             {"corrections": ["token_veto"]},
-            r"corrections \['token_veto'\] look at pi_prox / pi_behavior",
+            r"corrections \['token_veto'\] read pi_prox / pi_behavior",
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_the_reason(settings, reason):
+def test_parts_that_do_not_compose_are_refused_with_the_reason(settings, reason):
     with pytest.raises(ValidationError, match=reason):
         objective(**settings)
 

@@ -1,4 +1,4 @@
-"""A file and overrides become one config; what cannot is explained."""
+"""A file and overrides become one config; faults are explained."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ AMBIGUOUS = (
     ".inf",
     "2024",
 )
-"""Texts that one version of YAML or another reads as something else."""
+"""Text that some version of YAML reads as another value."""
 SCALARS = (
     st.none()
     | st.booleans()
@@ -61,7 +61,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def problem(file: Path, *overrides: str) -> Problem:
-    """The first problem of a load that must fail."""
+    """Return the first problem of a load that must fail."""
     with pytest.raises(ConfigError) as caught:
         load(file, overrides)
     return caught.value.problems[0]
@@ -122,9 +122,7 @@ def test_null_removes_a_section(file):
     assert load(file, ["eval=null"]).eval is None
 
 
-def test_paths_of_the_file_start_at_its_folder_and_those_of_an_override_at_the_current_one(
-    file, tmp_path, monkeypatch
-):
+def test_relative_paths_start_at_the_file_or_the_current_folder(file, tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -144,7 +142,7 @@ def test_a_whole_section_as_an_override_takes_its_paths_from_the_current_folder(
     assert load(file, ["data={train: mine.jsonl}"]).data.train == elsewhere / "mine.jsonl"
 
 
-def test_what_was_dumped_loads_back_equal_from_anywhere(file, tmp_path):
+def test_a_dumped_config_loads_back_equal_from_anywhere(file, tmp_path):
     overrides = [
         "controls=[gac]",
         "data.eval=e.jsonl",
@@ -248,7 +246,7 @@ def test_an_unknown_key_points_to_the_right_one(file, override, key, fix):
         ("weights.update=together", "weights.max_paused: 1.0"),
     ],
 )
-def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, successor):
+def test_a_removed_key_is_refused_with_its_successor(file, override, successor):
     found = problem(file, override)
     assert found.key == override.partition("=")[0]
     assert found.what == "is no longer a key"
@@ -291,12 +289,12 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         ("controls=[gac, gac]", "config", "each at most once", "change one"),
         ("objective={loss: sft, advantage: rloo}", "objective", "set advantage: none", "change"),
         ("objective.loss=sft", "config", "remove `rollout`", "change one"),
-        ("eval={every: 2}", "config", "needs held-out prompts: name a file as data.eval", "change"),
+        ("eval={every: 2}", "config", "needs held-out prompts; name a file as data.eval", "change"),
         ("data.max_tokens=9", "config", "is for given responses", "change one"),
         (
             "rollout.reward={name: 'm:f', per: group, timeout_s: 600}",
             "config",
-            "permits a reward as long as watchdog.timeout_s: 600",
+            "must be below watchdog.timeout_s: 600",
             "change one",
         ),
     ],
@@ -319,7 +317,7 @@ def test_a_wrong_value_is_reported_with_what_is_expected(file, override, key, wh
         ("controls.x=1", "not an entry of a list of 0"),
     ],
 )
-def test_an_override_that_is_none_is_refused(file, override, what):
+def test_an_invalid_override_is_refused(file, override, what):
     if override.startswith("controls."):
         file.write_text(file.read_text() + "controls: []\n")
     assert what in problem(file, override).what
@@ -361,9 +359,9 @@ REPLAYED = ["objective.proximal=recompute", "objective.loss=ppo_clip"]
     [
         (["policy.routing_replay=rollout"], ""),
         ([*REPLAY, *REPLAYED], ""),
-        ([*REPLAY, "objective.proximal=behavior"], "pass that makes pi_prox under the weights"),
+        ([*REPLAY, "objective.proximal=behavior"], "pass that computes pi_prox at the start"),
         ([REPLAY[0], *REPLAYED], "several optimizer steps; set objective.proximal: recompute"),
-        ([*REPLAY, REPLAYED[0], "objective.loss=reinforce"], "reinforce without corrections has"),
+        ([*REPLAY, REPLAYED[0], "objective.loss=reinforce"], "reinforce without corrections needs"),
         (
             [
                 *REPLAY,
@@ -376,14 +374,14 @@ REPLAYED = ["objective.proximal=recompute", "objective.loss=ppo_clip"]
         ),
         (
             ["policy.routing_replay=rollout", "objective={loss: sft, advantage: none}"],
-            "sft learns from given ones",
+            "sft learns from given responses",
         ),
         (["rollout.vllm.enable_return_routed_experts=true"], "sets it: policy.routing_replay"),
-        (["samples.experts=true"], "policy.routing_replay: rollout has the engines record"),
+        (["samples.experts=true"], "engines record with policy.routing_replay: rollout"),
         (["samples.experts=true", "policy.routing_replay=rollout"], ""),
     ],
 )
-def test_replay_of_experts_wants_a_pass_that_chose_them(file, overrides, what):
+def test_replay_of_experts_needs_a_pass_that_chose_them(file, overrides, what):
     if not what:
         load(file, overrides)
         return
@@ -397,13 +395,13 @@ def test_replay_of_experts_wants_a_pass_that_chose_them(file, overrides, what):
     [
         (
             ["rollout.pipeline=2", "policy.routing_replay=rollout"],
-            "where one stage has all layers",
+            "only if one stage has all layers",
         ),
-        (["rollout.vllm.enable_expert_parallel=true"], "that is 1"),
+        (["rollout.vllm.enable_expert_parallel=true"], "which is 1"),
         (["rollout.vllm.quantization=fp8_per_channel"], "set model.dtype: bfloat16"),
     ],
 )
-def test_an_engine_that_vllm_cannot_start_is_refused_before(file, overrides, what):
+def test_settings_that_vllm_cannot_start_with_are_refused(file, overrides, what):
     assert what in problem(file, *overrides).what
     load(file, ["model.dtype=bfloat16", "rollout.tensor=2", overrides[-1]])
 
@@ -418,7 +416,7 @@ def test_an_engine_that_vllm_cannot_start_is_refused_before(file, overrides, wha
         (["policy.lora={}"], "adapters"),
     ],
 )
-def test_weights_gathered_beside_a_forward_pass_want_one_and_buckets(file, changed, why):
+def test_an_overlapped_gather_needs_a_forward_pass_and_buckets(file, changed, why):
     ranks = ["policy.parallel.ranks=2", "objective.minibatches=2"]
     overlaps = [f"policy.parallel.overlap_{each}=true" for each in ("grad_reduce", "param_gather")]
     if not why:
@@ -432,7 +430,7 @@ def test_weights_gathered_beside_a_forward_pass_want_one_and_buckets(file, chang
 
 
 @pytest.mark.parametrize("how", ["virtual_pipeline=2", "expert=2", "overlap_grad_reduce=true"])
-def test_a_baseline_that_is_measured_sequence_by_sequence_wants_gradients_to_itself(file, how):
+def test_a_baseline_per_sequence_needs_separate_gradients(file, how):
     exact = ["objective.advantage={name: opob, mode: exact}", "objective.loss=reinforce"]
     load(file, [*exact, "policy.parallel.pipeline=2", "policy.parallel.ranks=4"])
     with pytest.raises(ConfigError) as caught:
@@ -462,8 +460,8 @@ def test_a_wrong_value_in_the_file_names_its_line(file):
         ("run: [1\n", 2, "not YAML"),
         ("a: 1\nb: c: d\n", 2, "not YAML"),
         ("a: 1\n\tb: 2\n", 2, "not YAML"),
-        ("a: 1\nb: 2\na: 3\n", 3, "given twice, on lines 1 and 3"),
-        ("run:\n  dir: x\n  dir: y\n", 3, "given twice, on lines 2 and 3"),
+        ("a: 1\nb: 2\na: 3\n", 3, "set twice, on lines 1 and 3"),
+        ("run:\n  dir: x\n  dir: y\n", 3, "set twice, on lines 2 and 3"),
         ("- 1\n", 1, "list, not a mapping"),
     ],
 )
@@ -484,7 +482,7 @@ def test_an_anchor_may_be_merged_without_counting_as_a_repeated_key(file):
     assert load(file).rollout.sampling.max_tokens == 5
 
 
-def test_a_path_is_the_text_that_was_written(file, tmp_path, monkeypatch):
+def test_a_path_is_the_text_as_written(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for text in AMBIGUOUS:
         assert load(file, [f"run.dir={text}"]).run.dir == tmp_path / text
@@ -533,8 +531,8 @@ def test_null_and_quotes_are_the_only_yaml_in_text(file):
     assert load(file, ["data.system_prompt=null"]).data.system_prompt is None
     assert load(file, ["data.system_prompt='null'"]).data.system_prompt == "null"
     assert load(file, ["data.system_prompt=''"]).data.system_prompt == ""
-    assert "given no value" in problem(file, "data.system_prompt=").what
-    assert "given no value" in problem(file, "eval= ").what
+    assert "has no value" in problem(file, "data.system_prompt=").what
+    assert "has no value" in problem(file, "eval= ").what
     assert problem(file, "run.dir=~").key == "run.dir"
     assert problem(file, "run.dir=~nobody-of-that-name/x").key == "run.dir"
 
@@ -593,13 +591,13 @@ def test_text_in_the_file_is_kept_as_written(file, tmp_path):
         "rollout.reward.settings.\udcff=1",
     ],
 )
-def test_what_would_change_its_value_is_refused(file, override):
+def test_a_value_that_yaml_would_change_is_refused(file, override):
     found = problem(file, override)
     assert found.where.startswith("command line: ")
     str(found).encode("utf-8")
 
 
-def test_yaml_of_both_versions_is_read_as_ever(file):
+def test_yaml_that_both_versions_read_alike_is_accepted(file):
     settings = (
         "rollout.reward.settings={a: 1e-4, b: 0x10, c: .5, d: 2024-01-01, e: true, f: ~, g: .inf}"
     )
@@ -616,14 +614,14 @@ def test_yaml_of_both_versions_is_read_as_ever(file):
     assert load(file, ["run.seed=0"]).run.seed == 0
 
 
-def test_a_problem_in_the_file_has_its_line(file):
+def test_a_problem_in_the_file_names_its_line(file):
     file.write_text(file.read_text() + "controls: [{name: gac,\n    c_low: 01e-4}]\n")
     found = problem(file)
     line = len(file.read_text().splitlines())
     assert (found.key, found.where) == ("controls.0.c_low", f"{file}:{line}")
 
 
-def test_keys_are_names_whatever_they_look_like(file):
+def test_keys_are_always_text(file):
     parts = "{010: {name: arithmetic}, on: {name: arithmetic}}"
     with pytest.raises(ConfigError, match="'010' cannot be the name"):
         load(file, [f"rollout.reward={{parts: {parts}}}"])
@@ -651,7 +649,7 @@ def test_every_tree_reads_back_as_it_was_written(value):
 
 
 @given(st.text("0123456789._:xob+-eEaf~ynofNOYTrul'#", max_size=6))
-def test_pyyaml_reads_what_was_written_too(text):
+def test_pyyaml_reads_the_written_text_too(text):
     assert yaml.safe_load(write([text])) == [text]
 
 
@@ -702,7 +700,7 @@ def test_every_example_follows_the_schema(example):
     load(example)
 
 
-def test_a_path_that_libraries_would_read_otherwise_is_refused(
+def test_a_path_that_libraries_would_open_elsewhere_is_refused(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.getfilesystemencoding", lambda: "latin-1")
@@ -711,7 +709,7 @@ def test_a_path_that_libraries_would_read_otherwise_is_refused(
         load(file, ["run.dir=/runs/é"])
     (problem,) = refused.value.problems
     assert problem.key == "run.dir"
-    assert "/runs/é is not a path that all parts of a run can open in this locale" in problem.what
+    assert "/runs/é is a path that some libraries cannot open in this locale" in problem.what
     monkeypatch.setattr("sys.getfilesystemencoding", lambda: "utf-8")
     assert load(file, ["run.dir=/runs/é"]).run.dir == Path("/runs/é")
 

@@ -1,5 +1,4 @@
-"""Combinations of gradient controls: what is refused, and that the reason names both and the
-fix."""
+"""Refused combinations of gradient controls; the error names both controls and the fix."""
 
 import pytest
 from pydantic import ValidationError
@@ -23,7 +22,7 @@ def build(*controls, **changes):
     [
         (("gac", "gac"), "each at most once"),
         (("gac", "matched_norm"), "gac and matched_norm both act on the cosine"),
-        (("gac", LR), "matched_lr replaces gac"),
+        (("gac", LR), "matched_lr is the null baseline of gac"),
         ((BETA, ALIGNED), "beta1 and momentum_by_alignment both set beta1"),
         ((ESS, LR), "ess_lr and matched_lr both scale the learning rate"),
         (({"name": "beta1", "beta1": 0.9},), "have no effect"),
@@ -36,11 +35,11 @@ def build(*controls, **changes):
         (({"name": "gac", "c_low": 0.5, "c_high": 0.4},), "c_high"),
         (
             ({"name": "gac", "calibrate": {"steps": 10_000}},),
-            "would calibrate over the first 10001 steps",
+            "would calibrate over the first 10001 optimizer steps",
         ),
     ],
 )
-def test_controls_that_do_not_go_together_are_refused_with_the_reason(controls, reason):
+def test_controls_that_do_not_compose_are_refused_with_the_reason(controls, reason):
     with pytest.raises(ValidationError, match=reason):
         build(*controls)
 
@@ -61,7 +60,7 @@ def test_a_supervised_run_has_no_weights_for_the_ess_learning_rate_and_may_have_
         "flow": {**tree["flow"], "group_size": 1, "async_ratio": 0},
     }
     assert build("gac", **supervised).supervised
-    with pytest.raises(ValidationError, match="ess_lr looks at pi / pi_behavior"):
+    with pytest.raises(ValidationError, match="ess_lr reads pi / pi_behavior"):
         build(ESS, **supervised)
 
 

@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 def with_log_ratios(log_rho, **more):
-    """log(pi_prox / pi_behavior) as given."""
+    """Return a batch with these values of log(pi_prox / pi_behavior)."""
     return detached(tokens([0.0] * len(log_rho), prox=log_rho, **more))
 
 
@@ -110,7 +110,7 @@ def test_normalised_sequence_weights_have_mean_1_over_sequences_of_any_length(na
     assert float(factor[0] + factor[3]) / 2 == pytest.approx(1.0)
 
 
-def test_a_batch_in_which_nothing_is_kept_is_not_divided_by_0():
+def test_a_batch_without_kept_tokens_is_not_divided_by_0():
     batch = with_log_ratios([0.1, 0.2], weights=[0, 0])
     for name in ("tis", "icepop"):
         for level in ("token", "sequence"):
@@ -167,7 +167,7 @@ def test_ratios_multiply_along_a_sequence(level, kept):
     )
 
 
-def test_the_k_statistics_estimate_the_divergence_of_the_sampling_policy_from_the_proximal_one():
+def test_the_k_statistics_estimate_the_kl_divergence():
     generator = torch.Generator().manual_seed(0)
     behavior, prox = torch.log_softmax(
         torch.randn(2, 5, generator=generator, dtype=torch.float64), 1
@@ -197,13 +197,13 @@ def test_the_k_statistics_estimate_the_divergence_of_the_sampling_policy_from_th
             "k3 adds up along a sequence",
         ),
         ({"statistic": "k1", "level": "token", "high": None}, "nothing would be rejected"),
-        ({"statistic": "k2", "level": "token", "low": 0.1, "high": 1.0}, "no low"),
+        ({"statistic": "k2", "level": "token", "low": 0.1, "high": 1.0}, "remove low"),
         ({"statistic": "k3", "level": "token", "high": 0.0}, "high > 0"),
-        ({"statistic": "ratio", "level": "token", "low": 0.0, "high": 2.0}, "a ratio is above 0"),
+        ({"statistic": "ratio", "level": "token", "low": 0.0, "high": 2.0}, "bound a ratio"),
         ({"statistic": "ratio", "level": "token", "low": 2.0, "high": 1.0}, "must be below high"),
     ],
 )
-def test_a_rejection_that_makes_no_sense_is_refused(settings, reason):
+def test_a_rejection_without_a_meaning_is_refused(settings, reason):
     with pytest.raises(ValidationError, match=reason):
         RejectCorrection(**settings)
 
@@ -221,7 +221,7 @@ def test_a_masked_token_vetoes_nothing():
 # Off-policy sequence masking.
 
 
-def test_only_bad_responses_the_policy_has_moved_away_from_are_dropped():
+def test_only_bad_responses_far_from_the_policy_are_dropped():
     batch = detached(
         tokens(
             [-2.0, -2.0, -2.0, -2.0, -1.0, -1.0],
@@ -234,7 +234,7 @@ def test_only_bad_responses_the_policy_has_moved_away_from_are_dropped():
     assert opsm(batch, OpsmCorrection(delta=0.3)).tolist() == [1] * 6
 
 
-def test_sequence_masking_compares_with_the_sampling_policy_where_that_is_the_proximal_one():
+def test_sequence_masking_may_compare_with_the_sampling_policy():
     settings = OpsmCorrection(delta=0.01)
     objective = Objective(
         ObjectiveConfig(
@@ -252,7 +252,7 @@ def test_sequence_masking_compares_with_the_sampling_policy_where_that_is_the_pr
     assert torch.all(unmoved.weights[trained] == 1)
 
 
-# Order, and what is not trained on.
+# Order of corrections, and tokens that are not trained on.
 
 
 def corrected(batch, *corrections):
@@ -263,7 +263,7 @@ def corrected(batch, *corrections):
     return batch.weights.tolist()
 
 
-def test_each_correction_sees_what_the_ones_before_it_kept():
+def test_each_correction_gets_the_tokens_that_earlier_ones_kept():
     batch = with_log_ratios([5.0, 0.0, 0.0])
     outlier = RejectCorrection(statistic="k1", level="token", low=-1.0, high=1.0)
     sequence = RejectCorrection(statistic="k2", level="sequence_mean", high=0.5)

@@ -1,5 +1,4 @@
-"""A user's own data: formats, columns, chat options, filters, mixtures, conversations with
-masks."""
+"""User data: formats, columns, chat options, filters, mixtures, and conversations with masks."""
 
 from __future__ import annotations
 
@@ -91,7 +90,7 @@ def test_every_format_gives_the_same_prompts(
     assert len(read(path, prompt_key="question", limit=1).prompts) == 1
 
 
-def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path) -> None:
+def test_the_name_of_an_existing_folder_is_not_a_pattern(tmp_path: Path) -> None:
     names = ("data[v2]", "{raw}", "{a,b}", "x[1]{2}*?")
     for name in names:
         folder = tmp_path / name
@@ -146,19 +145,17 @@ def test_splits_are_words_in_the_names_of_files(
         return
     with pytest.raises(DataError, match=f"several splits: {splits} ") as caught:
         read(tmp_path)
-    suggested = caught.value.fix.removeprefix("name one of them, such as ").partition(", or")[0]
+    suggested = caught.value.fix.removeprefix("name one split, such as ").partition(", or")[0]
     assert len(read(Path(suggested)).prompts) == 1, "what is suggested can be read"
 
 
 @pytest.mark.parametrize("held_out", ["test", "gsm8k-test", "validation_0", "devset"])
-def test_held_out_data_in_a_folder_are_not_trained_on_unasked(
-    tmp_path: Path, held_out: str
-) -> None:
+def test_held_out_files_in_a_training_folder_are_refused(tmp_path: Path, held_out: str) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     as_jsonl(folder / f"{held_out}.jsonl", [{"prompt": "held out"}])
     for location in (folder, folder / "*.jsonl"):
-        with pytest.raises(DataError, match=f"is training data and holds .*: {held_out}.jsonl"):
+        with pytest.raises(DataError, match=f"is training data and contains .*: {held_out}.jsonl"):
             read(location)
     as_jsonl(folder / "questions.jsonl", [{"prompt": "question"}])
     for location in (folder, folder / "*.jsonl"):
@@ -181,7 +178,7 @@ def test_a_folder_or_a_pattern_may_name_the_split_that_is_trained_on(tmp_path: P
         assert len(read(location).prompts) == 2, location
 
 
-def test_a_folder_with_files_that_would_be_passed_over_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_unsupported_data_files_is_refused(tmp_path: Path) -> None:
     def fault(*names: str) -> str:
         folder = tmp_path / "-".join(names)
         folder.mkdir()
@@ -208,24 +205,26 @@ def test_a_folder_with_files_that_would_be_passed_over_is_refused(tmp_path: Path
     (tmp_path / "links" / "a.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"links/a.jsonl: cannot be read: No such file"):
         read(tmp_path / "links")
-    with pytest.raises(DataError, match="holds no data file, only folders: ") as caught:
+    with pytest.raises(DataError, match="contains no data file, only folders: ") as caught:
         read(tmp_path)
-    assert "name one of them" in caught.value.fix
+    assert "name one of the folders" in caught.value.fix
 
 
-def test_a_column_of_bytes_is_named_where_it_is_missed(tmp_path: Path) -> None:
+def test_a_missing_column_of_bytes_is_reported_as_bytes(tmp_path: Path) -> None:
     row = {"prompt": b"1+1", "answer": "2", "extra": {"raw": b"x", "n": 1}}
     as_parquet(tmp_path / "d.parquet", [row])
-    with pytest.raises(DataError, match="column `prompt` that holds bytes") as caught:
+    with pytest.raises(DataError, match="column `prompt` of bytes") as caught:
         read(tmp_path)
     assert 'df["prompt"].str.decode("utf-8")' in caught.value.fix
-    with pytest.raises(DataError, match=r"column `extra.n` that holds bytes"):
+    with pytest.raises(DataError, match=r"column `extra.n` of bytes"):
         read(tmp_path, prompt_key="answer", answer_key="extra.n")
-    with pytest.raises(DataError, match=r"its columns: answer; left out, .* bytes: prompt, extra"):
+    with pytest.raises(
+        DataError, match=r"its columns: answer; left out because .* bytes: prompt, extra"
+    ):
         read(tmp_path, prompt_key="question")
 
 
-def test_cells_of_csv_stay_text_and_may_hold_commas_and_lines(tmp_path: Path) -> None:
+def test_cells_of_csv_stay_text_and_may_have_commas_and_lines(tmp_path: Path) -> None:
     path = tmp_path / "d.csv"
     path.write_text('\ufeffprompt,answer\r\n"a, b\nc",007\r\nd,\r\n')
     first, second = read(path).prompts
@@ -233,7 +232,7 @@ def test_cells_of_csv_stay_text_and_may_hold_commas_and_lines(tmp_path: Path) ->
     assert (second.id, second.fields["answer"]) == ("d.csv:4", "")
 
 
-def test_fields_of_a_table_are_what_json_holds(tmp_path: Path) -> None:
+def test_fields_of_a_table_are_json_values(tmp_path: Path) -> None:
     row = {
         "prompt": "a",
         "at": datetime(2026, 1, 2),
@@ -248,7 +247,7 @@ def test_fields_of_a_table_are_what_json_holds(tmp_path: Path) -> None:
     }
 
 
-def test_bytes_behind_numbers_and_types_of_libraries_are_what_json_holds_too(
+def test_nested_bytes_and_extension_types_become_json_values(
     tmp_path: Path,
 ) -> None:
     name = uuid.UUID(int=7)
@@ -268,11 +267,11 @@ def test_bytes_behind_numbers_and_types_of_libraries_are_what_json_holds_too(
     assert dict(one.fields) == {"at": "1970-01-01 00:00:00.000000001"}, "pandas has nanoseconds"
     late = {"prompt": ["a"], "at": pyarrow.array([10**15], pyarrow.timestamp("s"))}
     parquet.write_table(pyarrow.table(late), tmp_path / "d.parquet")
-    with pytest.raises(DataError, match=r"(?s)d.parquet: holds a value in at that .*as text"):
+    with pytest.raises(DataError, match=r"(?s)d.parquet: has a value in at outside .*as text"):
         read(tmp_path)
 
 
-def test_every_arrow_type_of_text_is_read_and_of_bytes_left_out(tmp_path: Path) -> None:
+def test_arrow_text_types_are_read_and_byte_types_left_out(tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
     texts = [pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()]
     texts += [pyarrow.dictionary(pyarrow.int32(), one) for one in texts[:2]]
@@ -289,7 +288,7 @@ def test_every_arrow_type_of_text_is_read_and_of_bytes_left_out(tmp_path: Path) 
         parquet.write_table(pyarrow.table(columns), path)
         (one,) = read(path).prompts
         assert dict(one.fields) == {}, kind
-        with pytest.raises(DataError, match="column `raw` that holds bytes"):
+        with pytest.raises(DataError, match="column `raw` of bytes"):
             read(path, prompt_key="raw")
 
 
@@ -304,18 +303,18 @@ def test_maps_of_a_table_are_objects(tmp_path: Path) -> None:
     assert (one.text, dict(one.fields)) == ("u:q\x01\na:", {"n": {"1": "x"}})
     twice = pyarrow.array([[("a", "1"), ("a", "2")]], kind)
     parquet.write_table(pyarrow.table({"prompt": ["q"], "m": twice}), path)
-    with pytest.raises(DataError, match="holds a map with a key twice"):
+    with pytest.raises(DataError, match="has a map with a duplicate key"):
         read(path)
 
 
-def test_a_column_that_a_table_names_twice_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_column_of_a_table_is_refused(tmp_path: Path) -> None:
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["prompt", "prompt"])
     parquet.write_table(table, tmp_path / "d.parquet")
     with pytest.raises(DataError, match="names the column 'prompt' twice"):
         read(tmp_path / "d.parquet")
 
 
-def test_blank_lines_and_empty_ids_of_csv_are_passed_over(tmp_path: Path) -> None:
+def test_blank_lines_and_empty_ids_of_csv_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("\n\nprompt,id\na,\n\nb,\nc,7\n")
     assert [one.id for one in read(tmp_path / "d.csv").prompts] == ["d.csv:4", "d.csv:6", "7"]
 
@@ -330,9 +329,7 @@ def test_blank_lines_and_empty_ids_of_csv_are_passed_over(tmp_path: Path) -> Non
         ({"prompt": {}}, "`prompt` is empty"),
     ],
 )
-def test_a_prompt_without_anything_to_answer_is_refused(
-    tmp_path: Path, row: dict[str, Any], what: str
-) -> None:
+def test_an_empty_prompt_is_refused(tmp_path: Path, row: dict[str, Any], what: str) -> None:
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": "a"}, row])
     with pytest.raises(DataError, match=f"d.jsonl:2: .*{what}"):
         read(tmp_path / "d.jsonl")
@@ -353,15 +350,15 @@ def test_faults_of_given_responses_are_reported_by_file_and_line(tmp_path: Path)
                 read(tmp_path / "d.jsonl", supervised=True)
 
 
-def test_a_cell_of_csv_may_be_a_document(tmp_path: Path) -> None:
+def test_a_cell_of_csv_may_exceed_the_module_limit(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text(f"prompt,answer\n{'x' * 200_000},1\n")
     assert len(read(tmp_path).prompts[0].text) == 200_000
 
 
-def test_the_first_rows_of_a_file_are_read_without_the_others(tmp_path: Path) -> None:
+def test_the_first_rows_are_read_without_the_others(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n' * 2)
-    os.truncate(path, 1 << 42)  # more than any memory holds
+    os.truncate(path, 1 << 42)  # larger than any memory
     assert [row["prompt"] for _, _, row in read_rows(path, 2)] == ["a", "a"]
 
 
@@ -377,19 +374,19 @@ LIKE_OTHERS = st.sampled_from(["1", "2020-01-02", "NA", "", "true", 1, 1.0, 2**6
 @settings(deadline=None, max_examples=examples(100, 30))
 @example([{"a": []}])
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), JSON_VALUES | LIKE_OTHERS), max_size=4))
-def test_rows_of_json_arrive_as_they_are_written(rows: list[dict[str, Any]]) -> None:
+def test_rows_of_json_are_read_unchanged(rows: list[dict[str, Any]]) -> None:
     with TemporaryDirectory() as folder:
         for name, write in (("d.jsonl", as_jsonl), ("d.json", as_json), ("l.json", as_jsonl)):
             path = Path(folder) / name
             write(path, rows)
             found = [row for _, _, row in read_rows(path)]
-            # repr, because 1 == 1.0 == True.
+            # Compare repr, because 1 == 1.0 == True.
             assert repr(found) == repr(rows), name
 
 
-def test_datasets_would_change_or_refuse_rows_that_are_read_here(tmp_path: Path) -> None:
-    """The reasons for readers of our own, which data/files.py names."""
-    import datasets  # not with the file: every worker would load it to collect the tests
+def test_datasets_changes_or_refuses_rows_that_are_read_here(tmp_path: Path) -> None:
+    """These are the reasons for the readers in data/files.py."""
+    import datasets  # imported here, because every worker collects this file
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
@@ -437,7 +434,7 @@ def test_datasets_would_change_or_refuse_rows_that_are_read_here(tmp_path: Path)
     assert differs("parquet", tmp_path / "map.parquet"), "maps are refused"
 
 
-def test_a_folder_and_a_pattern_are_their_files_in_the_order_of_names(tmp_path: Path) -> None:
+def test_files_of_a_folder_and_a_pattern_are_sorted_by_name(tmp_path: Path) -> None:
     for name in ("b", "a"):
         as_jsonl(tmp_path / f"train-{name}.jsonl", [{"prompt": name}])
     (tmp_path / "README.md").write_text("# not data")
@@ -456,7 +453,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 @looped(
     ("name", "content", "what"),
     [
-        ("d.txt", b"a", r"d.txt: ends in .txt, which is not a supported format"),
+        ("d.txt", b"a", r"d.txt: has the extension .txt, which is not a supported format"),
         ("d.json", b"[1, 2", r"d.json: is not JSON"),
         ("d.json", b'[{"prompt": "a"}, 3]', r"d.json:2: is a JSON number, not an object"),
         ("d.parquet", b"PAR?", r"d.parquet: is not Parquet"),
@@ -464,7 +461,11 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         ("d.csv", b"prompt,prompt\na,1\n", r"d.csv:1: names the column 'prompt' twice"),
         ("d.csv", b'prompt\n"a\n', r"is not CSV"),
         ("d.csv", b"prompt;answer\na;1\n", r"d.csv:1: has no comma in its first line"),
-        ("d.json", b'{"data":\n [{"prompt": "a"}]}', r"is one JSON object, .*\n.*that of `data`"),
+        (
+            "d.json",
+            b'{"data":\n [{"prompt": "a"}]}',
+            r"is one JSON object, .*\n.*the list of `data`",
+        ),
         ("d.json", "[]".encode("utf-16"), r"d.json:1: is not UTF-8"),
         ("d.json", b'[{"prompt": "a", "x": ' + DEEP + b"}]", r"d.json: is not JSON: maximum"),
         ("d.jsonl", b'{"prompt": "a", "x": ' + DEEP + b"}", r"d.jsonl:1: is not JSON: maximum"),
@@ -472,22 +473,22 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         ("d.json", b'[{"prompt": "a", "x": {"y": 1, "y": 1}}]', r"d.json: .*the key 'y' twice"),
         ("d.csv", b"prompt\na\xff\n", r"d.csv:2: is not UTF-8"),
         ("d.json", b"5", r"d.json:1: is a JSON number, not an object"),
-        ("d.json", b'{"data": [{"prompt": "a"}]}', r"is one JSON object, .*\n.*that of `data`"),
-        ("d.jsonl", b'[{"prompt": "a"}]', r"d.jsonl:1: is a JSON list, .*\n.*ends in .json"),
-        ("d.jsonl", b'[\n{"prompt": "a"}]', r"d.jsonl:1: is not JSON: .*\n.*ends in .json"),
+        ("d.json", b'{"data": [{"prompt": "a"}]}', r"is one JSON object, .*\n.*the list of `data`"),
+        ("d.jsonl", b'[{"prompt": "a"}]', r"d.jsonl:1: is a JSON list, .*\n.*rename .* to .json"),
+        ("d.jsonl", b'[\n{"prompt": "a"}]', r"d.jsonl:1: is not JSON: .*\n.*rename .* to .json"),
         ("d.jsonl", b'{"prompt": "a"}\n{"a": 1},', r"d.jsonl:2: .*at column 9\n.*without a comma"),
         ("d.jsonl", b'\n{"prompt": "a"}\r\nnull\r\n', r"d.jsonl:3: is a JSON null, not an object"),
-        ("d.jsonl", gzip.compress(b"{}", mtime=0), r"d.jsonl: is compressed, by gzip"),
-        ("d.csv", gzip.compress(b"a,b", mtime=0), r"d.csv: is compressed, by gzip"),
-        ("d.jsonl.gz", b"", r"d.jsonl.gz: ends in .gz, .*\n.*decompress it"),
-        ("d.arrow", b"", r"d.arrow: ends in .arrow, .*\n.*write it as Parquet"),
-        ("d.jsonl", b"", r"holds no prompts"),
-        ("d.csv", b"\xef\xbb\xbf", r"holds no prompts"),
-        ("none-*.jsonl", None, r"holds no data file"),
+        ("d.jsonl", gzip.compress(b"{}", mtime=0), r"d.jsonl: is compressed with gzip"),
+        ("d.csv", gzip.compress(b"a,b", mtime=0), r"d.csv: is compressed with gzip"),
+        ("d.jsonl.gz", b"", r"d.jsonl.gz: has the extension .gz, .*\n.*decompress it"),
+        ("d.arrow", b"", r"d.arrow: has the extension .arrow, .*\n.*write it as Parquet"),
+        ("d.jsonl", b"", r"contains no prompts"),
+        ("d.csv", b"\xef\xbb\xbf", r"contains no prompts"),
+        ("none-*.jsonl", None, r"contains no data file"),
         ("nowhere.parquet", None, r"cannot be read: No such file"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused_with_place_and_fault(
+def test_an_unreadable_file_is_refused_with_place_and_fault(
     tmp_path: Path, name: str, content: bytes | None, what: str
 ) -> None:
     if content is not None:
@@ -496,12 +497,12 @@ def test_a_file_that_cannot_be_read_is_refused_with_place_and_fault(
         read(tmp_path / name)
 
 
-def test_a_prompt_of_another_kind_is_refused_with_what_its_column_may_hold(tmp_path: Path) -> None:
+def test_a_prompt_of_another_type_is_refused_with_the_valid_types(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     as_jsonl(path, [{"prompt": 7, "answer": "a"}])
     for keys, fix in (
-        ({}, "make it text, or a list of chat messages"),
-        ({"messages_key": "prompt"}, "make it a list of chat messages, or name a column of text"),
+        ({}, "write text, or a list of chat messages"),
+        ({"messages_key": "prompt"}, "write a list of chat messages, or name a column of text"),
     ):
         with pytest.raises(DataError, match=rf"d.jsonl:1: `prompt` is a number\n.*{fix}"):
             read(path, **keys)
@@ -517,7 +518,7 @@ def test_a_prompt_of_another_kind_is_refused_with_what_its_column_may_hold(tmp_p
         ({"conversations": []}, {"messages_key": "messages"}, "data.messages_key=conversations"),
     ],
 )
-def test_where_a_column_is_missing_the_nearest_is_named(
+def test_the_error_for_a_missing_column_names_the_nearest(
     tmp_path: Path, row: dict[str, Any], data: dict[str, Any], fix: str
 ) -> None:
     as_jsonl(tmp_path / "d.jsonl", [row])
@@ -549,7 +550,7 @@ def test_a_key_may_name_a_value_inside_a_column(tmp_path: Path, write: Any) -> N
     assert "data.answer_key=reward_model.ground_truth" in caught.value.fix
 
 
-def test_a_column_with_a_dot_goes_before_a_value_inside_one(tmp_path: Path) -> None:
+def test_a_column_with_a_dot_takes_precedence_over_a_path(tmp_path: Path) -> None:
     row = {"prompt": "a", "x.y": "1", "x": {"y": "2", "z.w": "3"}, "t": '{"u": {"v": "4"}}'}
     as_jsonl(tmp_path / "d.jsonl", [row])
     for key, value in (("x.y", "1"), ("x.z.w", "3"), ("t.u.v", "4")):
@@ -559,8 +560,8 @@ def test_a_column_with_a_dot_goes_before_a_value_inside_one(tmp_path: Path) -> N
             read(tmp_path, answer_key=key)
 
 
-def test_a_suggested_fix_does_not_fail_next(tmp_path: Path) -> None:
-    """The data of several projects, with nothing but the fixes that the errors suggest."""
+def test_a_suggested_fix_does_not_cause_the_next_error(tmp_path: Path) -> None:
+    """Data of several projects loads after the fixes that the errors suggest, and nothing else."""
 
     def wants(fields: Mapping[str, Any]) -> Sequence[str]:
         return ("answer",)
@@ -596,7 +597,7 @@ def fault_of(path: Path, required: Any, keys: Mapping[str, Any]) -> DataError | 
     return None
 
 
-def test_a_text_may_be_made_a_chat_with_a_system_prompt(tmp_path: Path) -> None:
+def test_text_may_become_a_chat_with_a_system_prompt(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "b", "name": None}]
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": "a"}, {"prompt": own}])
     texts = [one.text for one in read(tmp_path, as_chat=True, system_prompt="be brief").prompts]
@@ -636,7 +637,7 @@ def test_the_content_of_a_message_may_be_a_list_of_texts_or_a_call(
         (asks("a\ud83d"), r"a message of the user is not valid Unicode"),
     ],
 )
-def test_a_message_that_a_template_would_pass_over_is_refused(
+def test_a_message_that_a_template_would_ignore_is_refused(
     tmp_path: Path, messages: list[dict[str, Any]], what: str
 ) -> None:
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": "a"}, {"prompt": messages}])
@@ -679,13 +680,13 @@ def test_an_option_that_the_template_does_not_read_is_refused() -> None:
         template(enable_thinkin=False)._require_options(marked)
 
 
-def test_tools_may_be_an_option_of_the_template_that_a_call_goes_before(tmp_path: Path) -> None:
+def test_tools_of_a_row_take_precedence_over_the_template_option(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_characters(tmp_path), TEMPLATE, {"tools": [{"name": "f"}]})
-    asked = [{"role": "user", "content": "q"}]
-    said = "<|user|>q<end>\n"
-    more = f'[{{"name": "g"}}]{said}'
-    assert tokenizer.render_chat(asked, answer=False) == f'[{{"name": "f"}}]{said}'
-    assert tokenizer.render_chat(asked, answer=False, tools=[{"name": "g"}]) == more
+    messages = [{"role": "user", "content": "q"}]
+    rendered = "<|user|>q<end>\n"
+    with_tools = f'[{{"name": "g"}}]{rendered}'
+    assert tokenizer.render_chat(messages, answer=False) == f'[{{"name": "f"}}]{rendered}'
+    assert tokenizer.render_chat(messages, answer=False, tools=[{"name": "g"}]) == with_tools
 
 
 @looped("write", [as_jsonl, as_parquet])
@@ -698,7 +699,7 @@ def test_tools_may_be_an_option_of_the_template_that_a_call_goes_before(tmp_path
         (lambda tools: tools, {"supervised": True}),
     ],
 )
-def test_the_template_is_given_the_tools_that_each_row_has(
+def test_the_template_gets_the_tools_of_each_row(
     tmp_path: Path, write: Any, shown: Any, answer: dict[str, bool]
 ) -> None:
     path = tmp_path / ("d.parquet" if write is as_parquet else "d.jsonl")
@@ -709,17 +710,17 @@ def test_the_template_is_given_the_tools_that_each_row_has(
     write(path, [{"chat": messages, "functions": tools and shown(tools)} for tools in own])
     tokenizer = characters(tmp_path / "model", TEMPLATE)
 
-    def said(**data: Any) -> list[str]:
+    def rendered(**data: Any) -> list[str]:
         config = DataConfig.model_validate({"train": path, "messages_key": "chat", **data})
         return [one.text for one in read_training(config, tokenizer, **answer).prompts]
 
-    plain = said()
+    plain = rendered()
     before = [json.dumps([f]), json.dumps([f, g]), ""]
-    assert said(tools_key="functions") == [
+    assert rendered(tools_key="functions") == [
         tools + text for tools, text in zip(before, plain, strict=True)
     ]
-    assert said(tools_key=None) == plain
-    assert said(train=None, sources=[{"path": path, "tools_key": "functions"}]) == said(
+    assert rendered(tools_key=None) == plain
+    assert rendered(train=None, sources=[{"path": path, "tools_key": "functions"}]) == rendered(
         tools_key="functions"
     )
 
@@ -751,7 +752,7 @@ def test_a_row_may_have_no_tools(tmp_path: Path, none: Any) -> None:
         ),
     ],
 )
-def test_tools_that_are_none_are_refused(
+def test_a_column_without_schemas_of_tools_is_refused(
     tmp_path: Path, row: dict[str, Any], data: dict[str, Any], what: str, fix: str
 ) -> None:
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": turns("q"), **row}])
@@ -760,7 +761,7 @@ def test_tools_that_are_none_are_refused(
     assert fix in caught.value.fix
 
 
-def test_a_row_has_no_other_tools_than_those_of_its_environment(tmp_path: Path) -> None:
+def test_tools_that_the_environment_lacks_are_refused(tmp_path: Path) -> None:
     f, g = ({"name": name} for name in "fg")
     tokenizer = load_tokenizer(save_characters(tmp_path / "model"), TEMPLATE, tools=[f])
     config = DataConfig(train=tmp_path / "d.jsonl")
@@ -772,8 +773,8 @@ def test_a_row_has_no_other_tools_than_those_of_its_environment(tmp_path: Path) 
         read_training(config, tokenizer)
 
 
-def test_a_call_out_of_a_table_has_its_own_arguments_alone(tmp_path: Path) -> None:
-    """A table has every argument of any call in all of them, as null."""
+def test_a_call_in_a_table_has_only_its_own_arguments(tmp_path: Path) -> None:
+    """Each call in a table has the arguments of all calls, as nulls."""
     template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content or '' }}"
         "{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}<end>{% endfor %}"
@@ -790,14 +791,14 @@ def test_a_call_out_of_a_table_has_its_own_arguments_alone(tmp_path: Path) -> No
     as_parquet(tmp_path / "d.parquet", [row(one) for one in own])
     as_jsonl(tmp_path / "d.jsonl", [row({"a": None})])
 
-    def said(name: str) -> list[Any]:
+    def arguments_in(name: str) -> list[Any]:
         data = {"train": tmp_path / name, "messages_key": "messages"}
         found = read_training(DataConfig.model_validate(data), tokenizer, supervised=True)
         texts = [one.fields["response"].text for one in found.prompts]
         return [json.loads(text.removesuffix("<end>"))["arguments"] for text in texts]
 
-    assert said("d.parquet") == own
-    assert said("d.jsonl") == [{"a": None}]
+    assert arguments_in("d.parquet") == own
+    assert arguments_in("d.jsonl") == [{"a": None}]
 
 
 def test_prompts_above_the_limit_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -836,7 +837,7 @@ def test_given_rows_above_the_limit_are_left_out_and_counted(tmp_path: Path) -> 
         fitting(whole, Bytes(), 2)
 
 
-def test_a_file_may_be_given_columns_and_its_rows_need_what_their_reward_reads(
+def test_rows_need_only_the_columns_of_their_own_reward(
     tmp_path: Path,
 ) -> None:
     as_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b", "kind": "x"}])
@@ -867,13 +868,13 @@ def test_a_file_may_be_given_columns_and_its_rows_need_what_their_reward_reads(
     assert [sorted(row) for row in seen] == [["kind"], ["answer"], ["answer", "kind"]], (
         "just what the prompts have as fields"
     )
-    with pytest.raises(ValueError, match="holds what JSON does not"):
+    with pytest.raises(ValueError, match="contains a value that JSON does not have"):
         read_with(nothing_more, fields={"day": datetime(2026, 1, 2)})
     with pytest.raises(DataError, match=r"a.jsonl:2: has no `tests`"):
         read_with(Required(needed))
-    with pytest.raises(DataError, match=r"a.jsonl:1: is of no part of the reward"):
+    with pytest.raises(DataError, match=r"a.jsonl:1: matches the `where` of no part of the reward"):
         read_with(Required(lambda row: () if row.get("kind") == "code" else None))
-    with pytest.raises(DataError, match=r"a.jsonl:2: has a column `kind` of its own: 'x'"):
+    with pytest.raises(DataError, match=r"a.jsonl:2: has its own column `kind`: 'x'"):
         read_with(nothing_more, fields={"kind": "math"})
 
 
@@ -911,7 +912,7 @@ def source(counts: Sequence[int], weights: Sequence[float]) -> PromptSource:
 
 @settings(deadline=None, max_examples=examples(50, 20))
 @given(st.lists(st.tuples(st.integers(1, 5), st.floats(0.1, 9)), min_size=1, max_size=4))
-def test_no_part_is_a_whole_prompt_from_its_share_at_any_moment(
+def test_no_part_is_ever_a_whole_prompt_from_its_share(
     parts: list[tuple[int, float]],
 ) -> None:
     mixture = Mixture(
@@ -938,7 +939,7 @@ def test_a_mixture_continues_only_with_the_same_sources() -> None:
     second = source([3, 5], [1.0, 2.5])
     second.load_state(json.loads(json.dumps(first.state())))
     assert begun + [second.next().id for _ in range(23)] == expected
-    with pytest.raises(DataError, match="of the sources 0, 1, this run has 0, 1, 2"):
+    with pytest.raises(DataError, match="has the sources 0, 1, and this run has 0, 1, 2"):
         source([3, 5, 2], [1, 1, 1]).load_state(first.state())
     with pytest.raises(DataError, match="3 prompts there, 4 here"):
         source([4, 5], [1.0, 2.5]).load_state(first.state())
@@ -954,7 +955,7 @@ def test_a_mixture_continues_with_renamed_sources_in_their_order() -> None:
         source([3, 5], [1.0, 2.5]).load_state(exchanged)
 
 
-def test_a_mixture_of_one_has_the_state_that_a_file_always_had() -> None:
+def test_a_mixture_of_one_has_the_state_of_a_single_file() -> None:
     assert source([5], [1.0]).state() == PromptSource(prompts(5), seed=3, shuffle=True).state()
     assert set(source([5], [1.0]).state()) == {
         "epoch",
@@ -970,9 +971,9 @@ def test_a_mixture_of_one_has_the_state_that_a_file_always_had() -> None:
 @looped(
     ("data", "what"),
     [
-        ({}, "give one of them"),
-        ({"train": "a", "sources": [{"path": "b"}]}, "give one of them"),
-        ({"sources": [{"path": "a/x.jsonl"}, {"path": "b/x.jsonl"}]}, "two are called x"),
+        ({}, "set one of them"),
+        ({"train": "a", "sources": [{"path": "b"}]}, "set one of them"),
+        ({"sources": [{"path": "a/x.jsonl"}, {"path": "b/x.jsonl"}]}, "two sources are called x"),
         ({"train": "a", "prompt_key": "q", "messages_key": "m"}, "both name the column"),
         (
             {"sources": [{"path": "a", "prompt_key": "q", "messages_key": "m"}]},
@@ -981,7 +982,7 @@ def test_a_mixture_of_one_has_the_state_that_a_file_always_had() -> None:
         ({"train": "a", "chat_template_options": {"tokenize": True}}, "set by the run itself"),
     ],
 )
-def test_settings_of_data_that_contradict_each_other_are_refused(data: Any, what: str) -> None:
+def test_contradictory_settings_of_data_are_refused(data: Any, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         DataConfig.model_validate(data)
 
@@ -1005,7 +1006,7 @@ def conversations(tmp_path: Path, *rows: list[dict[str, Any]]) -> PromptSet:
 
 
 def masked(tmp_path: Path, messages: list[dict[str, Any]]) -> tuple[str, str, str]:
-    """The prompt, and what follows with `.` for what is not trained on."""
+    """Return the prompt, and the following text with `.` for each token that is not trained on."""
     (prompt,) = conversations(tmp_path, messages).prompts
     given = prompt.fields["response"]
     assert isinstance(given, TrainingConversation)
@@ -1015,7 +1016,7 @@ def masked(tmp_path: Path, messages: list[dict[str, Any]]) -> tuple[str, str, st
     return prompt.text, "".join(tokens), shown
 
 
-def test_the_loss_is_on_what_the_assistant_wrote_and_on_where_it_stopped(tmp_path: Path) -> None:
+def test_the_loss_covers_the_assistant_and_its_end_of_turn(tmp_path: Path) -> None:
     assert masked(tmp_path, turns("hi", "yes", "why", "so", "thanks")) == (
         "u:hi\x01\na:",
         "yes$\nu:why$\na:so$",
@@ -1030,7 +1031,7 @@ def test_the_loss_is_on_what_the_assistant_wrote_and_on_where_it_stopped(tmp_pat
     )
 
 
-def test_a_conversation_trains_as_a_given_response_does(tmp_path: Path) -> None:
+def test_a_conversation_trains_like_a_given_response(tmp_path: Path) -> None:
     found = conversations(tmp_path, turns("hi", "yes", "why", "so"))
     source = SupervisedSource(
         found.prompts, Bytes(), prompts_per_step=1, seed=1, shuffle=False, max_context=None
@@ -1041,7 +1042,7 @@ def test_a_conversation_trains_as_a_given_response_does(tmp_path: Path) -> None:
 
 
 class Forgetful(Bytes):
-    """Writes answers shorter when more follows, as templates that drop thoughts do."""
+    """Template that shortens an answer if a message follows, as templates that drop thoughts do."""
 
     def render_chat(self, messages: Any, *, answer: bool, tools: Any = None) -> str:
         kept = [
@@ -1054,19 +1055,19 @@ class Forgetful(Bytes):
 
 
 class Thoughtful(Bytes):
-    """Begins an answer with more than an answer is written with."""
+    """Template whose beginning of an answer is not a prefix of a written answer."""
 
     def render_chat(self, messages: Any, *, answer: bool, tools: Any = None) -> str:
         return super().render_chat(messages, answer=answer) + "?" * answer
 
 
 @pytest.mark.parametrize("tokenizer", [Forgetful(), Thoughtful()])
-def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_message(
+def test_a_template_with_other_prefixes_is_refused_with_the_message(
     tmp_path: Path, tokenizer: Bytes
 ) -> None:
     as_jsonl(tmp_path / "d.jsonl", [{"messages": turns("hi", "yes", "why", "so")}])
     config = DataConfig(train=tmp_path / "d.jsonl", messages_key="messages")
-    with pytest.raises(DataError, match=r"d.jsonl:1: .*messages\[1\] in another way") as caught:
+    with pytest.raises(DataError, match=r"d.jsonl:1: .*messages\[1\] differently") as caught:
         read_training(config, tokenizer, supervised=True)
     assert "`train: false` in the others" in caught.value.fix
 
@@ -1090,14 +1091,14 @@ def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_message(
         ([{"role": "assistant", "content": "yes"}], r"messages\[0\] is the assistant's"),
     ],
 )
-def test_a_conversation_without_anything_to_learn_is_refused(
+def test_a_conversation_without_trained_messages_is_refused(
     tmp_path: Path, messages: list[dict[str, Any]], what: str
 ) -> None:
     with pytest.raises(DataError, match=rf"d.jsonl:1: {what}"):
         conversations(tmp_path, messages)
 
 
-def test_an_answer_that_is_nothing_is_named_where_its_template_ends_none(tmp_path: Path) -> None:
+def test_an_empty_answer_without_an_end_of_turn_is_named(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"

@@ -1,5 +1,5 @@
-"""The update keeps from the way the weights have gone since they sampled the batch: numbers on
-torch's AdamW, in float64."""
+"""The control removes the update's component along the displacement of the weights; the tests use
+torch's AdamW in float64."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,7 @@ SETTINGS = OptimizerConfig(lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5
 SETTINGS = SETTINGS.model_copy(update={"log_update_norm": True})
 FACTS = StepFacts(loss=1.0, log_weights=np.zeros(3), lag_max=0)
 STEADY = torch.linspace(0.5, 1.5, 21, dtype=torch.float64)
-"""A gradient that keeps its direction makes updates that keep theirs."""
+"""Gradient of every step; it makes updates of constant direction."""
 
 
 class Model(torch.nn.Module):
@@ -53,8 +53,8 @@ class Model(torch.nn.Module):
 
 
 class Megatron:
-    """The part of Megatron's optimizer that a step uses, over torch's AdamW; `gradients` are given
-    to it step by step."""
+    """The interface of Megatron's optimizer that a step uses, over torch's AdamW. Step i gets the
+    gradient `gradients[i]`."""
 
     def __init__(self, model, gradients):
         self.parameters = list(model.parameters())
@@ -87,7 +87,7 @@ class Says(Control):
 
 
 class Run:
-    """A run of few steps; `control`: the displacement's, or none."""
+    """A run of few steps; `control`: the displacement control, or None."""
 
     def __init__(self, gradients, control=None, decisions=None):
         self.model = Model()
@@ -109,8 +109,8 @@ class Run:
         self.version = 0
 
     def take(self, *starts, kl=0.0):
-        """One step on a batch whose samples began under these versions, equally long; of the
-        present one when none is given."""
+        """Take one step on a batch of equally long samples that began under `starts`, by default
+        under the present version."""
         self.others.begin(self.version)
         samples = columns_of(
             mixed(*((start,) for start in starts or (self.version,))), self.version
@@ -148,9 +148,7 @@ def noisy(steps, strength=0.3):
     ids=str,
 )
 @looped(("target", "left"), [("zero", 0.0), ("threshold", 0.25)])
-def test_what_the_step_adds_has_the_cosine_asked_for_with_the_displacement_and_is_adams_across_it(
-    target, left, decision
-):
+def test_an_update_has_the_target_cosine_and_adams_orthogonal_part(target, left, decision):
     decisions = [Decision()] * 3 + [decision]
     free = Run(noisy(4), None, decisions)
     held = Run(noisy(4), DisplacementControl(c_low=0.25, target=target), decisions)
@@ -163,7 +161,7 @@ def test_what_the_step_adds_has_the_cosine_asked_for_with_the_displacement_and_i
     before, way = held.model.flat(), held.model.flat() - (past[0] + past[1]) / 2
     metrics = held.take(0, 1)
     free.take()
-    # After the step, which is when the groups have its learning rate.
+    # After the step the parameter groups have its learning rate.
     kept = torch.ones(21, dtype=torch.float64)
     kept[:17] = 1 - held.megatron.param_groups[0]["lr"] * 0.5
     update, made = free.model.flat() - before * kept, held.model.flat() - before * kept
@@ -192,7 +190,7 @@ def test_what_the_step_adds_has_the_cosine_asked_for_with_the_displacement_and_i
         ({"tolerated_kl": 0.02, "target": "threshold", "c_low": 0.2}, 0.08, 0.75),
     ],
 )
-def test_what_is_removed_is_the_share_of_the_divergence_above_the_tolerated(settings, kl, share):
+def test_the_removed_share_is_the_divergence_above_the_tolerated(settings, kl, share):
     whole = {name: value for name, value in settings.items() if name != "tolerated_kl"}
     runs = [Run(noisy(3), DisplacementControl(**each)) for each in (settings, whole)]
     for run in runs:
@@ -208,7 +206,7 @@ def test_what_is_removed_is_the_share_of_the_divergence_above_the_tolerated(sett
         assert torch.equal(runs[0].model.flat(), free.model.flat())
 
 
-def test_adam_s_moments_are_those_it_has_without_the_control():
+def test_the_control_does_not_change_adams_moments():
     free, held = Run(noisy(3)), Run(noisy(3), DisplacementControl())
     for run in (free, held):
         run.take()
@@ -219,7 +217,7 @@ def test_adam_s_moments_are_those_it_has_without_the_control():
             assert torch.equal(held.megatron.optimizer.state[mine][name], value)
 
 
-def test_an_update_up_to_the_threshold_is_left_alone_to_the_bit():
+def test_an_update_up_to_the_threshold_is_unchanged_bit_by_bit():
     free, held = Run(noisy(3)), Run(noisy(3), DisplacementControl(c_low=0.999999))
     for starts in ((), (0,), (0,)):
         free.take(*starts)
@@ -230,7 +228,7 @@ def test_an_update_up_to_the_threshold_is_left_alone_to_the_bit():
 
 
 @pytest.mark.parametrize("target", ["zero", "threshold"])
-def test_an_update_that_turns_back_is_left_alone_to_the_bit(target):
+def test_an_update_against_the_displacement_is_unchanged_bit_by_bit(target):
     gradients, decisions = [STEADY, STEADY, -STEADY], [Decision(), Decision(), Decision(beta1=0.0)]
     free, held = (
         Run(gradients, None, decisions),
@@ -244,7 +242,7 @@ def test_an_update_that_turns_back_is_left_alone_to_the_bit(target):
     assert torch.equal(free.model.flat(), held.model.flat())
 
 
-def test_a_batch_that_the_present_weights_sampled_meets_nothing():
+def test_a_batch_of_the_present_weights_is_not_changed():
     free, held = Run(noisy(3)), Run(noisy(3), DisplacementControl())
     for _ in range(3):
         free.take()
@@ -253,7 +251,7 @@ def test_a_batch_that_the_present_weights_sampled_meets_nothing():
     assert torch.equal(free.model.flat(), held.model.flat())
 
 
-def test_weights_that_have_not_moved_give_no_direction():
+def test_unmoved_weights_have_no_displacement():
     held = Run(noisy(2), DisplacementControl(), [Decision(skip=True), Decision()])
     free = Run(noisy(2), None, [Decision(skip=True), Decision()])
     for run in (held, free):
@@ -263,7 +261,7 @@ def test_weights_that_have_not_moved_give_no_direction():
     assert torch.equal(free.model.flat(), held.model.flat())
 
 
-def test_a_skipped_step_leaves_the_weights_alone():
+def test_a_skipped_step_does_not_change_the_weights():
     held = Run(noisy(3), DisplacementControl(), [Decision(), Decision(), Decision(skip=True)])
     held.take()
     assert held.take(0)["displacement/removed"] > 0.1
@@ -273,7 +271,7 @@ def test_a_skipped_step_leaves_the_weights_alone():
     assert not any(name.startswith("displacement/") for name in metrics)
 
 
-def test_where_samples_began_under_several_versions_each_weighs_by_its_trained_tokens():
+def test_versions_of_samples_are_weighted_by_trained_tokens():
     samples = mixed((0, 1, 2), (1, 1), (2,))
     samples[0].loss_mask[1] = 0
     samples += mixed((1, 1, 1))
@@ -281,7 +279,7 @@ def test_where_samples_began_under_several_versions_each_weighs_by_its_trained_t
     assert start_shares(columns_of(samples)) == {0: 2 / 5, 1: 2 / 5, 2: 1 / 5}
 
 
-def test_the_displacement_is_from_the_weighted_mean_of_the_past_weights():
+def test_the_displacement_starts_at_the_weighted_mean_of_past_weights():
     run = Run(noisy(3))
     past = []
     for _ in range(3):
@@ -309,7 +307,7 @@ def test_only_the_past_weights_that_the_next_step_may_need_are_saved():
     ]
 
 
-def test_a_batch_older_than_the_weights_kept_is_refused_with_the_key_to_change():
+def test_a_batch_older_than_the_kept_weights_is_refused_with_the_key():
     run = Run(noisy(5))
     for _ in range(5):
         run.take()
@@ -320,7 +318,7 @@ def test_a_batch_older_than_the_weights_kept_is_refused_with_the_key_to_change()
         run.take(0)
 
 
-def test_weights_kept_for_the_control_are_not_taken_for_the_proximal_policy():
+def test_weights_of_the_control_are_not_used_as_proximal_policy():
     objective = ObjectiveConfig(proximal="ewma", snapshots=3)
     model = SimpleNamespace(chunks=[Model()], source=None, bridge=None)
     megatron = SimpleNamespace(param_groups=[{"params": list(model.chunks[0].parameters())}])
@@ -343,7 +341,7 @@ def config(**changes):
     return validated(tree)
 
 
-def test_a_store_that_does_not_reach_back_to_the_oldest_start_is_refused():
+def test_too_few_snapshots_are_refused():
     with pytest.raises(
         ValidationError, match=r"objective\.snapshots: 2 .*controls: displacement.*to at least 3"
     ):
@@ -354,7 +352,7 @@ def test_a_store_that_does_not_reach_back_to_the_oldest_start_is_refused():
     )
 
 
-def test_the_versions_kept_for_the_control_take_host_memory_and_nothing_has_to_wait_for_them():
+def test_the_plan_counts_host_memory_of_the_kept_versions():
     kept = config(objective={"snapshots": 5})
     assert (held_bytes(kept), past_master_bytes(kept)) == (0, 5 * 4)
     both = config(objective={"snapshots": 5, "proximal": "snapshot"})
@@ -367,7 +365,7 @@ def test_the_versions_kept_for_the_control_take_host_memory_and_nothing_has_to_w
     [
         (
             {"controls": ["displacement", {"name": "matched_lr", "target_update_norm": 0.1}]},
-            "matched_lr replaces displacement",
+            "matched_lr is the null baseline of displacement",
         ),
         (
             {"objective": {"loss": "sft", "advantage": "none"}},
@@ -375,16 +373,16 @@ def test_the_versions_kept_for_the_control_take_host_memory_and_nothing_has_to_w
         ),
     ],
 )
-def test_what_it_does_not_go_with_is_refused(changes, reason):
+def test_combinations_that_do_not_work_are_refused(changes, reason):
     if "objective" in changes:
         changes = {**changes, "rollout": None, "flow": {"group_size": 1, "async_ratio": 0}}
     with pytest.raises(ValidationError, match=reason):
         config(**changes)
 
 
-def test_a_bfloat16_models_displacement_is_that_of_the_optimizers_own_weights():
-    """At a learning rate of RL the model's bfloat16 weights move by roundings, which point
-    elsewhere."""
+def test_a_bfloat16_models_displacement_uses_the_float32_weights():
+    """At the learning rates of RL, the changes of the model's bfloat16 weights are mostly rounding,
+    in another direction."""
     torch.manual_seed(0)
     masters = torch.nn.Parameter(torch.randn(4000))
     optimizer = SimpleNamespace(param_groups=[{"params": [masters], "lr": 0, "weight_decay": 0}])

@@ -1,5 +1,4 @@
-"""Files that a later start depends on are written by one function, which syncs before it
-renames."""
+"""One function writes the files that a later start depends on, and syncs before it renames."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ WRITES = {"write_text", "write_bytes", "replace", "rename"}
 ELSEWHERE = {
     "config/durable.py": "the function itself",
     "flow/sample_log.py": "segments of the sample log",
-    "watchdog/progress_monitor.py": "what others read only while the run goes on",
-    "metrics/sinks.py": "an address of this start",
-    "launch/launcher.py": "logs of the start before get another name",
+    "watchdog/progress_monitor.py": "status that other processes read only during the run",
+    "metrics/sinks.py": "address of the present start",
+    "launch/launcher.py": "logs of the previous start, which it renames",
     "rollout/engine_process.py": "the same",
     "weights/convert.py": "inside a folder that `publish` syncs and renames",
-    "plan/new_config.py": "a new file of the user's",
+    "plan/new_config.py": "new file of the user",
     "simulate/choose.py": "a result that no start reads",
     "report/report.py": "a result that no start reads",
     "rollout/isolation/sandbox.py": "/proc",
     "samples/frames.py": "segments of the sample log",
     "watchdog/run_folder.py": "temporary files, which no start reads",
 }
-"""Modules that write or rename files in other ways, and what."""
+"""Module that writes or renames files in another way -> its files."""
 
 
 def test_only_named_modules_write_files_in_another_way() -> None:
@@ -45,8 +44,8 @@ def test_only_named_modules_write_files_in_another_way() -> None:
 
 
 def _writes(call: ast.Call) -> bool:
-    """True for `path.write_text(...)`, `os.replace(...)`, `path.rename(one)`; not for the methods
-    of text and dataclasses of the same names."""
+    """Return True for `path.write_text(...)`, `os.replace(...)` and `path.rename(one)`, but not for
+    methods of text and dataclasses with these names."""
     function = call.func
     if not isinstance(function, ast.Attribute) or function.attr not in WRITES:
         return False
@@ -82,7 +81,7 @@ def test_a_file_is_synced_before_it_is_renamed_and_its_folder_after(
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_old_content_alone(
+def test_a_failed_write_leaves_the_old_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     def failing(*_: object) -> None:
@@ -95,7 +94,7 @@ def test_a_write_that_fails_leaves_the_old_content_alone(
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
 
 
-def test_a_files_digest_is_that_of_its_content(tmp_path: Path) -> None:
+def test_the_digest_of_a_file_equals_that_of_its_content(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
     assert file_digest(tmp_path / "file") == digest(b"content")
     assert digest(b"content") != digest(b"contenu")

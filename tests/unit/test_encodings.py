@@ -25,7 +25,7 @@ from megatron_async_rl.config.yaml_tree import read_tree
 from megatron_async_rl.launch.launcher import _prepare_directory
 
 config = load(Path(sys.argv[1]))
-for _ in range(2):  # the second reads what the first wrote
+for _ in range(2):  # the second pass reads the output of the first
     _prepare_directory(config)
 written = config.run.dir / "config.yaml"
 assert load(written) == config
@@ -34,8 +34,8 @@ print(ascii(read_tree(written.read_text(encoding="utf-8"))[0]["data"]["system_pr
 
 
 def without_encoding(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls that read or write text in the encoding of the locale. Ruff's PLW1514 sees those alone
-    whose object's type it can infer."""
+    """Yield calls that read or write text in the encoding of the locale. Ruff's PLW1514 finds only
+    calls on objects whose type it can infer."""
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call):
             continue
@@ -55,7 +55,8 @@ def without_encoding(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def _in_text_mode(call: ast.Call, name: str, mode: ast.expr | None) -> bool:
-    """False where that cannot be known: of other objects' `open`, and for a computed mode."""
+    """Return True if the call certainly opens text; False for `open` of other objects and for a
+    computed mode."""
     place, default = (0, "b")
     if name == "fdopen" or isinstance(call.func, ast.Name):
         place, default = (1, "r")
@@ -112,7 +113,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_ascii(*command: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
-    """Runs Python where files, names and output are ASCII unless the program chooses otherwise."""
+    """Run Python with ASCII as the default encoding of files, names and output."""
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     return subprocess.run(
         [sys.executable, *command],

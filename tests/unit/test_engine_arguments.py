@@ -123,7 +123,7 @@ def test_only_quantization_during_the_load_is_permitted(tmp_path: Path) -> None:
     assert set(QUANTISED_AS_LOADED) < set(_ONLINE_SHORTHANDS)
     found = engine_arguments(spec_with(tmp_path, quantization="fp8_per_channel"))
     assert found.quantization == "fp8_per_channel"
-    with pytest.raises(ValidationError, match="gptq is for weights that were quantised before"):
+    with pytest.raises(ValidationError, match="gptq is for weights that are already quantised"):
         spec_with(tmp_path, quantization="gptq")
 
 

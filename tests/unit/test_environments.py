@@ -842,7 +842,7 @@ def test_invalid_settings_of_openenv_are_named(
             {"environment": {"name": COUNTING, "max_segments": 3}},
             "max_segments: 3 applies to agents",
         ),
-        ({"environment": tools("my_tools")}, "tools gives no reward by itself"),
+        ({"environment": tools("my_tools")}, "tools has no reward of its own"),
         ({"environment": tools("my_tools"), "reward": {"name": "math"}}, None),
         ({"reward": {"name": "math", "timeout_s": 601}}, "reward.timeout_s: 601 .*watchdog"),
         ({"reward": {"name": "math", "timeout_s": 600}}, "reward.timeout_s: 600 .*watchdog"),

@@ -1,4 +1,4 @@
-"""Combinations of settings of flow, engines and evaluation: what is refused, with the key to
+"""Refused combinations of settings of flow, engines and evaluation; the error names the key to
 change."""
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def build(
     [
         (EXACT | {"async_ratio": 1}, {}, "set flow.async_ratio: 2"),
         (EXACT | {"late": "drop"}, {}, "exact_lag waits for every response"),
-        ({"selection": "replay", "late": "drop"}, {}, "replay stores every group that finishes"),
+        ({"selection": "replay", "late": "drop"}, {}, "replay stores every finished group"),
         (
             {"selection": "replay", "dynamic_sampling": True},
             {},
-            "replay stores every group that finishes",
+            "replay stores every finished group",
         ),
         (
             {"selection": "replay"},
@@ -47,12 +47,17 @@ def build(
         (
             {"selection": "windowed", "oversample": 0.25, "async_ratio": 2},
             {},
-            r"ceil\(2\), leaves time to train; .* such as 2.5",
+            "which is 0; lower it, or set async_ratio to 2.75",
         ),
         (
             {"selection": "windowed", "oversample": 0.75, "async_ratio": 0.5},
             {},
-            "more than the 1 batches ahead",
+            "which is 0.5; lower it, or set async_ratio to 0.25",
+        ),
+        (
+            {"selection": "windowed", "oversample": 1.5, "async_ratio": 0.5},
+            {},
+            r"which is 0\.5; lower it \[",
         ),
         ({"late": "drop", "async_ratio": 0}, {}, "set async_ratio above 0"),
         (
@@ -73,10 +78,10 @@ def build(
             },
             "set eval.samples_per_prompt to at least 4",
         ),
-        ({"dynamic_sampling": True, "group_size": 1}, REINFORCE, "a group of one they always are"),
+        ({"dynamic_sampling": True, "group_size": 1}, REINFORCE, "every group of one response"),
     ],
 )
-def test_what_cannot_flow_is_refused_with_the_reason(
+def test_invalid_flow_settings_are_refused_with_the_reason(
     flow: dict[str, Any], sections: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValidationError, match=reason):

@@ -1,4 +1,4 @@
-"""Models and data sets by their names on a hub: found once, in the cache or over HTTP, and
+"""Names of models and data sets on a hub are resolved once, in the cache or over HTTP, and
 pinned."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNREACHABLE = "http://127.0.0.1:9"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and no network."""
+    """Return an empty cache, without a network."""
     folder = tmp_path / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def cached(cache: Path, kind: str, commit: str, *, main: bool = True) -> Path:
-    """The folder of a commit of me/tiny, as a download leaves it."""
+    """Write the folder of a commit of me/tiny as a download leaves it, and return it."""
     repository = cache / f"{kind}--me--tiny"
     snapshot = repository / "snapshots" / commit
     snapshot.mkdir(parents=True)
@@ -61,7 +61,7 @@ def refusal(config: Config) -> str:
     return str(caught.value)
 
 
-def test_a_name_keeps_its_slashes_and_takes_no_part_of_a_folder(tmp_path: Path) -> None:
+def test_a_hub_name_is_not_resolved_as_a_path(tmp_path: Path) -> None:
     config = run_of(tmp_path, "model.path=hf://me/tiny@v1")
     name = parse(config.model.path)
     assert name is not None
@@ -76,9 +76,7 @@ def test_a_name_keeps_its_slashes_and_takes_no_part_of_a_folder(tmp_path: Path) 
     assert (whole.revision, whole.part, whole.split, whole.path) == ("v1", "main", "test", None)
 
 
-def test_what_is_in_the_cache_is_taken_from_there_without_a_network(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_cached_files_are_used_without_a_network(tmp_path: Path, cache: Path) -> None:
     snapshot = write_model(cached(cache, "models", OLD))
     data = cached(cache, "datasets", NEW)
     write_prompts(data / "train.jsonl")
@@ -104,8 +102,8 @@ def test_a_run_continues_with_the_commit_it_began_with(tmp_path: Path, cache: Pa
     assert located(config)[0] == begun
     other = run_of(tmp_path, "model.path=hf://me/tiny", "run.dir=elsewhere")
     assert located(other)[0].model.path == moved
-    asked = run_of(tmp_path, f"model.path=hf://me/tiny@{NEW}")
-    assert located(asked)[0].model.path == moved, "a commit by its number is another model"
+    requested = run_of(tmp_path, f"model.path=hf://me/tiny@{NEW}")
+    assert located(requested)[0].model.path == moved, "a commit by its number is another model"
 
 
 def test_a_study_finds_the_models_of_its_runs_on_a_hub(tmp_path: Path, cache: Path) -> None:
@@ -116,7 +114,7 @@ def test_a_study_finds_the_models_of_its_runs_on_a_hub(tmp_path: Path, cache: Pa
     assert {config.model.path for config in configs.values()} == {snapshot}
 
 
-def test_what_an_evaluation_writes_is_not_put_into_the_cache(
+def test_an_evaluation_does_not_write_into_the_cache(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -129,7 +127,7 @@ def test_what_an_evaluation_writes_is_not_put_into_the_cache(
     [
         (
             "model.path=hf://me/tiny",
-            ("hf://me/tiny is not whole in the cache", "hf download me/tiny"),
+            ("hf://me/tiny is not complete in the cache", "hf download me/tiny"),
         ),
         (
             "data.train=hf://datasets/me/tiny@v2/x.jsonl",
@@ -137,7 +135,10 @@ def test_what_an_evaluation_writes_is_not_put_into_the_cache(
         ),
         (
             "data.train=hf://datasets/me/tiny#test",
-            ("hf://datasets/me/tiny#test is not whole in the cache", "--repo-type dataset me/tiny"),
+            (
+                "hf://datasets/me/tiny#test is not complete in the cache",
+                "--repo-type dataset me/tiny",
+            ),
         ),
         ("data.train=hf://me/tiny", ("is the name of a model", "write hf://datasets/me/tiny")),
         ("model.path=hf://datasets/me/tiny/x", ("is the name of a data set", "write hf://me/tiny")),
@@ -148,12 +149,12 @@ def test_what_an_evaluation_writes_is_not_put_into_the_cache(
         ("run.dir=hf://me/tiny", ("run.dir", "name a local path here")),
     ],
 )
-def test_a_name_that_cannot_be_found_is_refused_with_the_fix(
+def test_an_unavailable_name_is_refused_with_the_fix(
     tmp_path: Path, cache: Path, override: str, words: tuple[str, ...]
 ) -> None:
-    said = refusal(run_of(tmp_path, override))
+    message = refusal(run_of(tmp_path, override))
     for word in words:
-        assert word in said
+        assert word in message
 
 
 def test_an_unreachable_hub_is_distinguished_from_offline_mode(
@@ -167,7 +168,7 @@ def test_an_unreachable_hub_is_distinguished_from_offline_mode(
 
 @pytest.mark.parametrize("card", [True, False])
 @pytest.mark.parametrize("named", ["", "/x.jsonl"])
-def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
+def test_an_unreachable_hub_is_requested_once(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, named: str, card: bool
 ) -> None:
     snapshot = cached(cache, "datasets", OLD)
@@ -181,24 +182,22 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
         raise ConnectionRefusedError
 
     monkeypatch.setattr(socket, "create_connection", refused)
-    said = refusal(run_of(tmp_path, f"data.train=hf://datasets/me/tiny{named}"))
-    assert f"is not whole in the cache ({cache}), and {UNREACHABLE} cannot be reached" in said
+    message = refusal(run_of(tmp_path, f"data.train=hf://datasets/me/tiny{named}"))
+    assert f"is not complete in the cache ({cache}), and {UNREACHABLE} cannot be reached" in message
     assert 1 <= len(tried) <= 3
 
 
 @pytest.mark.parametrize("named", ["data", "data/train-*.parquet", "*/train-0000[01]-of-*"])
-def test_data_that_is_partly_in_the_cache_is_refused(
-    tmp_path: Path, cache: Path, named: str
-) -> None:
+def test_partly_cached_data_is_refused(tmp_path: Path, cache: Path, named: str) -> None:
     folder = cached(cache, "datasets", OLD) / "data"
     folder.mkdir()
     write_prompts(folder / "train-00000-of-00003.parquet")
     write_prompts(folder / "test-00000-of-00001.parquet")
     config = run_of(tmp_path, f"data.train=hf://datasets/me/tiny/{named}")
-    said = refusal(config)
-    assert ("lacks 1" if "01" in named else "lacks 2") in said
-    assert "such as data/train-00001-of-00003.parquet" in said
-    assert "`hf download --repo-type dataset me/tiny` with this HF_HOME" in said
+    message = refusal(config)
+    assert ("lacks 1" if "01" in named else "lacks 2") in message
+    assert "such as data/train-00001-of-00003.parquet" in message
+    assert "`hf download --repo-type dataset me/tiny` with this HF_HOME" in message
     one = "data.train=hf://datasets/me/tiny/data/train-00000-of-00003.parquet"
     assert located(run_of(tmp_path, one))[0].data.train.name == "train-00000-of-00003.parquet"
 
@@ -210,7 +209,7 @@ def test_a_removed_folder_of_the_cache_is_named_with_its_commit(cache: Path) -> 
 
 
 class Hub(ThreadingHTTPServer):
-    """The part of a hub that a download of me/tiny needs."""
+    """Server with the parts of a hub that a download of me/tiny needs."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
@@ -227,7 +226,7 @@ class Answer(BaseHTTPRequestHandler):
     server: Hub
 
     def log_message(self, *arguments: object) -> None:
-        """Silent."""
+        """Log nothing."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -286,7 +285,7 @@ def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     server.server_close()
 
 
-def test_a_model_is_fetched_once_with_what_is_read_of_it(tmp_path: Path, hub: Hub) -> None:
+def test_only_the_files_that_a_run_reads_are_fetched_and_once(tmp_path: Path, hub: Hub) -> None:
     config = run_of(tmp_path, "model.path=hf://me/tiny")
     planned, _ = located(config, weights=False)
     assert read_model(planned.model.path, weights=False)[1] == []
@@ -298,7 +297,7 @@ def test_a_model_is_fetched_once_with_what_is_read_of_it(tmp_path: Path, hub: Hu
     assert name_of(trained.model.path) == f"hf://me/tiny@{OLD}"
 
 
-def test_a_cache_that_lost_a_file_is_not_taken_for_the_whole_model(
+def test_a_cache_without_one_file_of_a_model_is_refused(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_of(tmp_path, "model.path=hf://me/tiny")
@@ -306,7 +305,7 @@ def test_a_cache_that_lost_a_file_is_not_taken_for_the_whole_model(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert located(config)[0].model.path == found.model.path
     (found.model.path / "tokenizer.json").unlink()
-    assert "hf://me/tiny is not whole in the cache" in refusal(config)
+    assert "hf://me/tiny is not complete in the cache" in refusal(config)
 
 
 ONE_PART = """---
@@ -335,7 +334,7 @@ def card_of(data_files: str) -> str:
 
 
 def on_hub(hub: Hub, card: str | None, *names: str) -> None:
-    """A data set, each of whose files has one prompt."""
+    """Write a data set with one prompt per file."""
     hub.files = {"README.md": card.encode()} if card is not None else {}
     hub.files |= {name: json.dumps({"prompt": name}).encode() for name in names}
 
@@ -345,7 +344,7 @@ def prompts_of(location: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("card", "names", "asked", "read"),
+    ("card", "names", "requested", "read"),
     [
         (ONE_PART, "main/a-learn.jsonl main/b-learn.jsonl x-learn.jsonl", "", 2),
         (ONE_PART, "main/b-test.jsonl main/c-test.jsonl main/d.jsonl", "#held", 2),
@@ -371,21 +370,21 @@ def prompts_of(location: Path) -> list[str]:
         ("# no header", "a.jsonl", "#train", 1),
     ],
 )
-def test_a_whole_data_set_is_the_files_of_its_split(
-    tmp_path: Path, hub: Hub, card: str | None, names: str, asked: str, read: int
+def test_a_whole_data_set_means_the_files_of_its_split(
+    tmp_path: Path, hub: Hub, card: str | None, names: str, requested: str, read: int
 ) -> None:
     on_hub(hub, card, *names.split())
-    wanted = names.split()[:read]
-    config = run_of(tmp_path, f"data.train=hf://datasets/me/tiny{asked}")
+    expected = names.split()[:read]
+    config = run_of(tmp_path, f"data.train=hf://datasets/me/tiny{requested}")
     found, notes = located(config)
     assert found.data.train is not None
-    assert prompts_of(found.data.train) == wanted
-    assert sorted(hub.fetched) == sorted([*wanted, *["README.md"] * (card is not None)])
-    assert notes[0].startswith(f"data.train: hf://datasets/me/tiny{asked} is ")
+    assert prompts_of(found.data.train) == expected
+    assert sorted(hub.fetched) == sorted([*expected, *["README.md"] * (card is not None)])
+    assert notes[0].startswith(f"data.train: hf://datasets/me/tiny{requested} is ")
 
 
 @pytest.mark.parametrize(
-    ("key", "card", "names", "asked", "words"),
+    ("key", "card", "names", "requested", "words"),
     [
         ("train", ONE_PART, "main/a-learn.jsonl", "#held", ("no split held", "tiny#train")),
         (
@@ -399,7 +398,7 @@ def test_a_whole_data_set_is_the_files_of_its_split(
         ("train", TWO_PARTS, "x", "", ("several configurations", "#main/train, ", "#socratic/tr")),
         ("train", TWO_PARTS, "x", "#x/test", ("has no configuration x", "#socratic/test")),
         ("train", TWO_PARTS, "other/x.csv", "#socratic/test", ("no split test", "#socratic/train")),
-        ("train", None, "a.bin b.txt", "", ("names which of its files are a split",)),
+        ("train", None, "a.bin b.txt", "", ("neither its card nor the names of its files",)),
         ("eval", None, "a.csv b.csv", "#test", ("no split test", "write one of", "tiny#train")),
         ("train", "---\na: [\n---\n", "train.csv", "", ("card", "cannot be read", "train.csv")),
         (
@@ -415,13 +414,19 @@ def test_a_whole_data_set_is_the_files_of_its_split(
         ("train", card_of("hf://datasets/a/b/*"), "train.csv", "", ("names hf://datasets/a/b/*,",)),
     ],
 )
-def test_a_split_that_is_not_one_is_refused_with_those_there_are(
-    tmp_path: Path, hub: Hub, key: str, card: str | None, names: str, asked: str, words: list[str]
+def test_an_unknown_split_is_refused_with_the_known_splits(
+    tmp_path: Path,
+    hub: Hub,
+    key: str,
+    card: str | None,
+    names: str,
+    requested: str,
+    words: list[str],
 ) -> None:
     on_hub(hub, card, *names.split())
-    said = refusal(run_of(tmp_path, f"data.{key}=hf://datasets/me/tiny{asked}"))
+    message = refusal(run_of(tmp_path, f"data.{key}=hf://datasets/me/tiny{requested}"))
     for word in words:
-        assert word in said
+        assert word in message
     assert set(hub.fetched) <= {"README.md"}
 
 
@@ -434,17 +439,15 @@ def test_a_whole_data_set_in_the_cache_needs_no_network(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert located(config)[0].data.train == found
     test = run_of(tmp_path, "data.train=hf://datasets/me/tiny#test")
-    assert "hf://datasets/me/tiny/test.jsonl is not whole in the cache" in refusal(test)
+    assert "hf://datasets/me/tiny/test.jsonl is not complete in the cache" in refusal(test)
 
 
-def test_a_cache_that_does_not_list_the_data_set_must_have_its_card(
-    tmp_path: Path, cache: Path
-) -> None:
-    """The cache as clients leave it that keep no list of a commit's files."""
+def test_a_cache_without_a_list_of_files_needs_the_card(tmp_path: Path, cache: Path) -> None:
+    """The cache is that of a client that stores no list of a commit's files."""
     folder = cached(cache, "datasets", OLD)
     (folder / "train-00000-of-00002.jsonl").write_text('{"prompt": "0"}')
     config = run_of(tmp_path, "data.train=hf://datasets/me/tiny")
-    assert "hf://datasets/me/tiny is not whole in the cache" in refusal(config)
+    assert "hf://datasets/me/tiny is not complete in the cache" in refusal(config)
     (folder / "README.md").write_text("# A data set")
     assert "lacks 1 pieces, such as train-00001-of-00002.jsonl" in refusal(config)
     (folder / "train-00001-of-00002.jsonl").write_text('{"prompt": "1"}')
@@ -473,15 +476,15 @@ def test_a_run_continues_with_the_commit_of_its_whole_data_set(tmp_path: Path, h
 def test_a_wrong_name_is_reported_by_the_hub(
     tmp_path: Path, hub: Hub, name: str, words: tuple[str, ...]
 ) -> None:
-    said = refusal(run_of(tmp_path, f"model.path={name}"))
+    message = refusal(run_of(tmp_path, f"model.path={name}"))
     for word in words:
-        assert word in said
+        assert word in message
 
 
-def test_the_sizes_of_a_published_model_that_is_not_here_are_from_the_cache_or_the_table(
+def test_sizes_of_an_absent_model_come_from_the_cache_or_the_table(
     tmp_path: Path, cache: Path
 ) -> None:
-    """The parameter counts are those of the models' own files."""
+    """The parameter counts equal those of the models' files."""
     for name, parameters in {
         "Qwen3-8B": 8_190_735_360,
         "Qwen3-32B": 32_762_123_264,
@@ -505,9 +508,7 @@ def test_the_sizes_of_a_published_model_that_is_not_here_are_from_the_cache_or_t
     assert (shape.hidden, "the hub's cache" in source) == (48, True)
 
 
-def test_a_name_that_may_be_absent_stays_as_it_is_with_the_reason(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_an_absent_name_that_is_allowed_stays_with_the_reason(tmp_path: Path, cache: Path) -> None:
     config = run_of(tmp_path, "model.path=hf://Qwen/Qwen3-8B", "data.train=hf://datasets/me/tiny")
     with pytest.raises(UserError, match=r"data\.train"):
         located(config, weights=False, may_be_absent=lambda key, name: key == "model.path")

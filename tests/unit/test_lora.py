@@ -53,7 +53,7 @@ def test_settings_out_of_range_are_refused_with_key_and_fix(file, setting, says)
 
 def test_a_reference_from_another_directory_is_refused(file):
     keys = ["policy.lora={}", "objective.kl.coef=0.1", f"objective.reference.path={file.parent}"]
-    assert "ranks hold one set of whole weights" in refused(file, *keys)
+    assert "a rank holds whole weights of the base model only" in refused(file, *keys)
     assert load(file, keys[:2]).policy.lora.rank == 16
 
 

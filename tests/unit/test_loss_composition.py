@@ -1,4 +1,4 @@
-"""The losses that a run may have: refusals come before anything starts, with the reason."""
+"""Losses are refused before any process starts, with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BARE = {"advantage": "none"}
 
 @pytest.fixture
 def configured(tmp_path):
-    """Loads the test config with this objective and these changes to `flow`."""
+    """Load the test config with this objective and these changes to `flow`."""
 
     def configured(objective, **flow):
         tree = config_tree()
@@ -30,7 +30,7 @@ def configured(tmp_path):
 
 
 def refused(configured, objective, **flow):
-    """The text of the refusal."""
+    """Return the text of the refusal."""
     with pytest.raises(ConfigError) as caught:
         configured(objective, **flow)
     return str(caught.value)
@@ -59,7 +59,7 @@ def test_trajectory_balance_without_a_reference_is_refused(configured):
 
 
 def test_oapl_across_weight_updates_is_refused(configured):
-    assert "sampled by one weight version" in refused(
+    assert "groups of a single weight version" in refused(
         configured, BARE | {"loss": "oapl"}, async_ratio=0.5
     )
     configured(BARE | {"loss": "oapl"}, async_ratio=0)
@@ -68,7 +68,7 @@ def test_oapl_across_weight_updates_is_refused(configured):
 
 
 def test_decoupled_ppo_without_a_proximal_policy_is_refused(configured):
-    assert "it would be ppo_clip" in refused(
+    assert "it would equal ppo_clip" in refused(
         configured, {"loss": "decoupled_ppo", "proximal": "behavior"}
     )
     configured({"loss": "decoupled_ppo", "proximal": "snapshot"})
@@ -77,7 +77,7 @@ def test_decoupled_ppo_without_a_proximal_policy_is_refused(configured):
 @pytest.mark.parametrize("loss", ["trajectory_balance", "oapl", "kimi"])
 def test_a_loss_that_compares_responses_needs_groups(configured, loss):
     objective = BARE | {"loss": loss} | ({"reference": {}} if loss == "trajectory_balance" else {})
-    assert "flow.group_size must be at least 2" in refused(
+    assert "set flow.group_size to at least 2" in refused(
         configured, objective, group_size=1, async_ratio=0
     )
 
@@ -92,11 +92,11 @@ def test_an_advantage_beside_a_loss_that_reads_rewards_is_refused(configured, lo
 @pytest.mark.parametrize(
     "loss", ["dppo_tv", "m2po", "bapo", "decoupled_ppo", "topr", "gipo", "minirl"]
 )
-def test_a_correction_beside_a_loss_against_mu_would_correct_twice(configured, loss):
+def test_a_correction_of_a_loss_against_mu_would_correct_twice(configured, loss):
     objective = {"loss": loss, "proximal": "recompute", "corrections": [{"name": "tis"}]} | (
         BARE if loss == "topr" else {}
     )
-    assert "already holds" in refused(configured, objective)
+    assert "already contains" in refused(configured, objective)
 
 
 @pytest.mark.parametrize("loss", ["gmpo", "kimi"])

@@ -1,5 +1,5 @@
-"""Chat messages as data sets and other projects write them: their forms, their tool calls, and how
-responses to them end."""
+"""Chat messages in the forms of data sets and other projects: tool calls, and the ends of
+responses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_messages_may_be_json_text(tmp_path: Path, key: str, ending: str) -> Non
     assert prompt.text == 'u:a "b", é\x01\nu:c\x01\na:'
 
 
-def test_messages_as_text_that_is_no_json_are_refused(tmp_path: Path) -> None:
+def test_messages_as_text_that_is_not_json_are_refused(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}]
     for text in (
         str(chat),
@@ -57,11 +57,9 @@ def test_messages_as_text_that_is_no_json_are_refused(tmp_path: Path) -> None:
         '[{""role"": ""user"", ""content"": ""a""}]',
     ):
         as_jsonl(tmp_path / "d.jsonl", [{"prompt": text}])
-        with pytest.raises(
-            DataError, match=r"d.jsonl:1: `prompt` holds chat messages as text that"
-        ):
+        with pytest.raises(DataError, match=r"d.jsonl:1: `prompt` has chat messages as text that"):
             read(tmp_path)
-        with pytest.raises(DataError, match=r"d.jsonl:1: `prompt` holds chat messages as text"):
+        with pytest.raises(DataError, match=r"d.jsonl:1: `prompt` has chat messages as text"):
             read(tmp_path, as_chat=True)
     for text in (
         *("[1, 2]", '{"role": "user"}', "[{x}]", '["a"]', '"Stop!" he said', "[]", "{}", "["),
@@ -76,7 +74,7 @@ def test_messages_as_text_that_is_no_json_are_refused(tmp_path: Path) -> None:
         assert read(tmp_path).prompts[0].text == text, "a question like any other"
 
 
-def test_messages_are_read_in_every_wrapping_that_loses_nothing(tmp_path: Path) -> None:
+def test_messages_are_read_in_every_lossless_wrapping(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}]
     text = json.dumps(chat)
     for value in (
@@ -88,13 +86,13 @@ def test_messages_are_read_in_every_wrapping_that_loses_nothing(tmp_path: Path) 
             assert read(tmp_path, as_chat=as_chat).prompts[0].text == "u:a\x01\na:", value
 
 
-def test_a_wrapping_that_holds_more_than_one_conversation_is_refused(tmp_path: Path) -> None:
+def test_a_wrapping_with_other_content_is_refused(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}]
     both = {"messages": chat, "tools": []}
     for value, what, fix in (
-        (both, "holds an object, and the chat messages are in its `messages`", "prompt.messages"),
-        ([chat], "holds a list of conversations", "one row for each conversation"),
-        ([both], "holds a list of conversations", "one row for each conversation"),
+        (both, "is an object, and the chat messages are in its `messages`", "prompt.messages"),
+        ([chat], "is a list of conversations", "one row for each conversation"),
+        ([both], "is a list of conversations", "one row for each conversation"),
         ([*chat, "b"], 'a chat message must be an object .*got "b"', '"role": "user"'),
     ):
         for given in (value, json.dumps(value), json.dumps(json.dumps(value))):
@@ -107,7 +105,7 @@ def test_a_wrapping_that_holds_more_than_one_conversation_is_refused(tmp_path: P
     assert read(tmp_path, messages_key="prompt.messages").prompts[0].text == "u:a\x01\na:"
 
 
-def test_a_role_that_no_template_names_is_refused_although_it_is_written(tmp_path: Path) -> None:
+def test_a_role_that_the_template_does_not_name_is_refused(tmp_path: Path) -> None:
     tokenizer = characters(tmp_path / "model", TEMPLATE)
 
     def text(role: str, template: str | None = None) -> str:
@@ -127,7 +125,7 @@ def test_a_role_that_no_template_names_is_refused_although_it_is_written(tmp_pat
     assert text("critic", "{# user or critic #}" + TEMPLATE) == "<|critic|>"
 
 
-def test_names_of_the_two_keys_may_be_mixed(tmp_path: Path) -> None:
+def test_keys_of_the_two_forms_may_be_mixed(tmp_path: Path) -> None:
     plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     call = {"name": "f", "arguments": {}}
     texts = set()
@@ -148,7 +146,7 @@ def test_names_of_the_two_keys_may_be_mixed(tmp_path: Path) -> None:
     assert read(tmp_path / "d.jsonl").prompts[0].text == "u:a\x01\na:"
 
 
-def test_messages_of_sharegpt_are_read_as_their_own(tmp_path: Path) -> None:
+def test_messages_of_sharegpt_are_converted(tmp_path: Path) -> None:
     call = {"name": "f", "arguments": {"a": 1}}
     chat = [
         {"from": "system", "value": "be brief"},
@@ -215,14 +213,14 @@ CONTENTS = {
 """Ways in which templates render the content of a message."""
 
 
-@looped("said", CONTENTS)
+@looped("content", CONTENTS)
 @looped("way", CALLS)
-def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
-    tmp_path: Path, way: str, said: str
+def test_arguments_of_a_call_are_encoded_once_in_every_form(
+    tmp_path: Path, way: str, content: str
 ) -> None:
     tokenizer = characters(
         tmp_path / "model",
-        f"{{% for m in messages %}}{{{{ m.role }}}}:{CONTENTS[said]}"
+        f"{{% for m in messages %}}{{{{ m.role }}}}:{CONTENTS[content]}"
         f"{{% for c in m.tool_calls or () %}}{{{{ c.function.name }}}}{CALLS[way]}"
         "{% endfor %}<end>"
         "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
@@ -259,30 +257,28 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
-            r"has a list as tool_calls\[0\].function.arguments, and an object",
+            r"has a list as tool_calls\[0\].function.arguments, which must be an object",
         ),
         ({"content": "x", "function_call": {"name": "f"}}, "has a `function_call`, OpenAI's old"),
-        ({"tool_calls": [{"id": "1"}]}, r"has no name of a function in tool_calls\[0\]"),
-        ({"tool_calls": [{"function": "f"}]}, r"has no name of a function in tool_calls\[0\]"),
+        ({"tool_calls": [{"id": "1"}]}, r"has no function name in tool_calls\[0\]"),
+        ({"tool_calls": [{"function": "f"}]}, r"has no function name in tool_calls\[0\]"),
         (
             {"content": "", "tool_calls": json.dumps([{"function": {"name": ""}}])},
-            r"has no name of a function in tool_calls\[0\]",
+            r"has no function name in tool_calls\[0\]",
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "parameters": {"a": 1}}}]},
-            r"has `parameters` instead of arguments in tool_calls\[0\]",
+            r"has `parameters` instead of `arguments` in tool_calls\[0\]",
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
-            r"has a number as tool_calls\[0\].function.arguments, and an object",
+            r"has a number as tool_calls\[0\].function.arguments, which must be an object",
         ),
         ({"content": None, "tool_calls": []}, "has no content"),
         ({"tool_calls": []}, "a chat message must be an object with `role` and `content`"),
     ],
 )
-def test_a_call_that_cannot_be_read_is_refused(
-    tmp_path: Path, message: dict[str, Any], what: str
-) -> None:
+def test_an_unreadable_call_is_refused(tmp_path: Path, message: dict[str, Any], what: str) -> None:
     rows = [{"role": "user", "content": "q"}, {"role": "assistant", **message}]
     as_jsonl(tmp_path / "d.jsonl", [{"messages": rows}])
     with pytest.raises(DataError, match=f"d.jsonl:1: .*{what}"):
@@ -310,14 +306,15 @@ def test_a_message_of_weight_zero_is_not_trained_on(
     (prompt,) = read(path, supervised=True, messages_key="messages").prompts
     assert prompt.text == "u:hi\x01\na:yes\x01\nu:why\x01\na:"
     messages[3] |= dict.fromkeys(key, 1)
-    messages[2] |= dict.fromkeys(key, 1)  # has no effect on the user's
+    messages[2] |= dict.fromkeys(key, 1)  # has no effect on a message of the user
     messages[1] |= {"train": False}
     write(path, [{"messages": messages}])
     assert read(path, supervised=True, messages_key="messages").prompts[0].text == prompt.text
 
 
 def end_of(tmp_path: Path, template: str, **data: Any) -> list[str]:
-    """Each row's trained tokens; `<end>`, the end of a sequence, as `$`, `<stop>` as `!`."""
+    """Return the trained tokens of each row; `$` stands for `<end>`, the end of a sequence, and `!`
+    for `<stop>`."""
     save_characters(tmp_path / "model", ("<stop>",))
     tokenizer = load_tokenizer(tmp_path / "model", template)
     config = DataConfig.model_validate({"train": tmp_path / "d.jsonl", **data})
@@ -358,7 +355,7 @@ def test_a_response_to_a_chat_ends_as_the_template_ends_a_turn(
     ]
     if (
         "thought" not in answer and answer[0] != " "
-    ):  # of given messages the whole is the template's
+    ):  # the template writes the whole of given messages
         rows.append({"prompt": chat, "response": [{"role": "assistant", "content": "yes"}]})
     as_jsonl(tmp_path / "d.jsonl", rows)
     found = end_of(tmp_path, template, as_chat=True)
@@ -367,7 +364,7 @@ def test_a_response_to_a_chat_ends_as_the_template_ends_a_turn(
     assert end_of(tmp_path, template) == ["yes$"], "a plain text has no turns"
 
 
-def test_a_completion_may_be_messages_as_trl_has_them(tmp_path: Path) -> None:
+def test_a_completion_may_be_messages_as_in_trl(tmp_path: Path) -> None:
     prompt = turns("hi", "no", "why", weight=1)
     completion = [{"role": "assistant", "content": "so"}]
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": prompt, "completion": completion}])
@@ -380,13 +377,13 @@ def test_a_completion_may_be_messages_as_trl_has_them(tmp_path: Path) -> None:
         end_of(tmp_path, TEMPLATE)
     for messages in (completion, json.dumps(completion)):
         as_jsonl(tmp_path / "d.jsonl", [{"prompt": "hi", "response": messages}])
-        with pytest.raises(DataError, match=r"d.jsonl:1: `response` holds chat messages, and"):
+        with pytest.raises(DataError, match=r"d.jsonl:1: `response` has chat messages, and"):
             end_of(tmp_path, TEMPLATE)
         assert end_of(tmp_path, TEMPLATE, as_chat=True) == ["so$"]
 
 
 def examples_of_other_projects() -> list[Any]:
-    """Rows on docs/coming_from.md, each with the keys that read it."""
+    """Return the rows on docs/coming_from.md, each with the keys that read it."""
     text = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
     pairs = re.findall(r"```json\n(.*?)```\n\n```yaml\n(.*?)```", text, re.DOTALL)
     assert len(pairs) == text.count("```json")

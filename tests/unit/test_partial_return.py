@@ -38,16 +38,16 @@ REWARDS = [0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0, 4.0, 0.0, 8.0]
         ({"horizon": "segment", "k": 99}, [15.0, 14.0, 12.0, 8.0]),
     ],
 )
-def test_a_turn_is_credited_with_the_later_turns_of_its_horizon(settings, by_turn):
+def test_a_turn_gets_the_rewards_of_its_horizon(settings, by_turn):
     a, b, c, d = by_turn
     assert credited(REWARDS, TURNS, **settings) == [a, a, 0.0, b, 0.0, 0.0, c, c, 0.0, d]
 
 
-def test_no_token_is_credited_with_what_came_before_it():
+def test_no_token_gets_earlier_rewards():
     assert credited([1.0, 2.0, 4.0], [1, 1, 1], horizon="greedy") == [7.0, 6.0, 4.0]
 
 
-def test_as_steps_tokens_reach_over_environment_tokens():
+def test_token_steps_skip_environment_tokens():
     assert credited(REWARDS, TURNS, horizon="k", k=2, step="token") == [
         1.0,
         3.0,
@@ -66,7 +66,7 @@ def test_as_steps_tokens_reach_over_environment_tokens():
 @looped("seed", range(3))
 @looped("step", ["turn", "token"])
 @looped("horizon", ["full", "greedy", "k", "segment"])
-def test_the_credit_is_the_explicit_sum_over_the_subset(seed, step, horizon):
+def test_the_return_is_the_explicit_sum_over_the_subset(seed, step, horizon):
     batch = random_tokens(seed=seed, sequences=4, longest=14)
     rewards = (
         torch.randn(len(batch.mask), generator=torch.Generator().manual_seed(seed), dtype=EXACT)
@@ -105,7 +105,7 @@ def grouped(rewards, sequence, group, mask=None):
     )
 
 
-def test_the_baseline_is_the_mean_at_the_same_step_of_the_responses_that_reached_it():
+def test_the_baseline_is_the_mean_of_responses_that_reach_the_step():
     batch = grouped(
         [1.0, 0.0, 5.0, 3.0, 0.0, 0.0, 8.0],
         [0, 0, 0, 1, 2, 2, 2],
@@ -119,7 +119,7 @@ def test_the_baseline_is_the_mean_at_the_same_step_of_the_responses_that_reached
     )
 
 
-def test_the_baseline_counts_the_same_horizon_as_the_credit():
+def test_the_baseline_has_the_horizon_of_the_return():
     batch = grouped(
         [1.0, 0.0, 5.0, 3.0, 0.0, 7.0], [0, 0, 0, 1, 1, 1], [0, 0], mask=[1, 0, 1, 1, 0, 1]
     )
@@ -137,7 +137,7 @@ def test_equal_rewards_and_a_group_of_one_give_exactly_zero():
 
 def test_k_without_a_horizon_that_counts_steps_is_refused():
     for settings in ({"horizon": "k"}, {"horizon": "segment"}, {"horizon": "full", "k": 3}):
-        with pytest.raises(ValidationError, match="k goes with horizon"):
+        with pytest.raises(ValidationError, match="k is for horizon"):
             PartialReturnAdvantage(**settings)
 
 

@@ -815,10 +815,10 @@ def test_with_relay_engines_may_use_gpus_of_other_machines(file, monkeypatch):
 @pytest.mark.parametrize(
     ("transport", "why"),
     [
-        ("relay", "brings weights to engines on other machines"),
+        ("relay", "sends weights to engines on other machines"),
         (
             "collective",
-            "connects the policy's device with others, and NCCL accepts no device twice",
+            "sends weights between devices over NCCL, which accepts each device only once",
         ),
     ],
 )
@@ -1763,7 +1763,7 @@ def test_each_part_of_the_reward_is_tried_on_prompts_that_use_it(file, monkeypat
 
     data.write_text(data.read_text() + '{"prompt": "3+3="}\n')
     (problem,) = plan(file, reward).problems
-    assert "train.jsonl:8: is of no part of the reward" in problem.what
+    assert "train.jsonl:8: matches the `where` of no part of the reward" in problem.what
     assert "rollout.reward.parts.unlike.per" in keys(plan(file, reward.replace("per: group, ", "")))
 
 

@@ -1,4 +1,4 @@
-"""A loss, an advantage, a correction and a control of a user's own: one file, one line each."""
+"""A user's loss, advantage, correction and control: one file and one line each."""
 
 import subprocess
 import sys
@@ -138,7 +138,7 @@ def test_each_kind_of_method_is_added_by_one_file_and_one_line(folder):
     assert control.apply(step(gradient([1.0]))).lr_scale == 0.25
 
 
-def test_a_run_with_plug_ins_is_read_again_as_it_was_written(folder):
+def test_a_config_with_plug_ins_survives_dump_and_load(folder):
     tree = config(loss={"name": "mine:Scaled", "factor": 3.0})
     tree["controls"] = ["mine:SlowerSettings"]
     chosen = validated(tree)
@@ -150,7 +150,7 @@ def test_a_run_with_plug_ins_is_read_again_as_it_was_written(folder):
     assert load(folder / "again.yaml").objective.loss == chosen.objective.loss
 
 
-def test_the_rules_hold_for_a_plug_in_too(folder):
+def test_rules_also_apply_to_plug_ins(folder):
     tree = config()
     tree["controls"] = ["mine:SlowerSettings", "ess_lr"]
     with pytest.raises(ValidationError, match="both scale the learning rate"):
@@ -160,20 +160,20 @@ def test_the_rules_hold_for_a_plug_in_too(folder):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mine:", "write for example my_loss:MyLoss"),
+        ("mine:", "write, for example, my_loss:MyLoss"),
         ("nowhere:Loss", "importing nowhere failed: ModuleNotFoundError"),
         ("broken:Loss", "importing broken failed: ZeroDivisionError"),
-        ("mine:Missing", "is not a class of that module that is derived from LossSettings"),
-        ("mine:SlowerSettings", "is not a class of that module that is derived from LossSettings"),
+        ("mine:Missing", "is not a subclass of LossSettings in that module"),
+        ("mine:SlowerSettings", "is not a subclass of LossSettings in that module"),
         ("mine:Nameless", "no field `name: str`"),
-        ("mine:Methodless", "no class attribute `method`"),
+        ("mine:Methodless", "no class attribute `method`; add it"),
         ("script:Loss", "importing script failed: SystemExit"),
         ("mine:Bare", "it must be an instance of megatron_async_rl.objectives.method.LossMethod"),
         ("mine:Misplaced", "it must be an instance of .*LossMethod"),
         ("mine:Uncalled", "it must be an instance of .*LossMethod"),
     ],
 )
-def test_what_is_no_plug_in_is_refused_with_the_reason(folder, name, reason):
+def test_an_invalid_plug_in_is_refused_with_the_reason(folder, name, reason):
     with pytest.raises(ValidationError, match=reason):
         validated(config(loss=name))
 
@@ -185,7 +185,7 @@ def test_a_control_that_is_a_function_is_refused_with_the_reason(folder):
         validated(tree)
 
 
-def test_a_wrong_setting_of_a_plug_in_is_refused_where_it_stands(folder):
+def test_a_wrong_setting_of_a_plug_in_names_its_line(folder):
     with pytest.raises(ValidationError) as refused:
         validated(config(loss={"name": "mine:Scaled", "fctor": 3.0}))
     assert refused.value.errors()[0]["loc"] == ("objective", "loss", "fctor")

@@ -1,4 +1,4 @@
-"""JSONL files and the order prompts are asked in."""
+"""Prompts of JSONL files, and the order in which a source yields them."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from tests.train_batches import groups_of, samples_in
 
 
 class Bytes:
-    """One token per UTF-8 byte, shifted by two; 0 is BOS, 1 is EOS."""
+    """Tokenizer with one token per UTF-8 byte, shifted by two; 0 is BOS, 1 is EOS."""
 
     eos_ids = (1, 300)
     vocab_size = 301
@@ -36,7 +36,7 @@ class Bytes:
         return turns + "a:" * answer
 
     def encode_rendered(self, text: str) -> list[int]:
-        """The end of a message is EOS, and a line ends after it."""
+        """Return the ids of the bytes; a byte of value 1 is EOS, the end of a message."""
         return [1 if byte == 1 else byte + 2 for byte in text.encode()]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -62,7 +62,7 @@ def test_other_keys_become_fields_and_lines_without_id_are_named_by_file_and_lin
     assert first.token_ids == (0, *(ord(c) + 2 for c in "1+1="))
 
 
-def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path: Path) -> None:
     path = written(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
     assert [prompt.text for prompt in read_prompts(path, Bytes())] == ["a", "b"]
 
@@ -88,7 +88,7 @@ def test_the_limit_takes_the_first_prompts(tmp_path: Path) -> None:
             1,
             "a chat message must be an object with `role` and `content`",
         ),
-        ('{"prompt": "abcdefghi", "answer": 1}', 1, "`prompt` has 10 tokens, the limit is 8"),
+        ('{"prompt": "abcdefghi", "answer": 1}', 1, "`prompt` has 10 tokens, and the limit is 8"),
         (
             b'{"prompt": "a", "answer": 1}\n{"prompt": "\xff", "answer": 1}',
             2,
@@ -97,14 +97,14 @@ def test_the_limit_takes_the_first_prompts(tmp_path: Path) -> None:
         (
             '{"prompt": "a", "id": 1, "answer": 1}\n{"prompt": "b", "id": "1", "answer": 1}',
             2,
-            "is also that of line 1",
+            "is also the id of line 1",
         ),
         ('{"prompt": "a", "id": [], "answer": 1}', 1, "`id` is a list"),
         ('{"prompt": "a", "id": "\\ud83d", "answer": 1}', 1, "is not valid Unicode"),
         ('{"prompt": "a\\ud83d", "answer": 1}', 1, "`prompt` is not valid Unicode"),
         ('{"prompt": "a", "answer": "\\ud83d"}', 1, "`answer` is not valid Unicode"),
-        ("", None, "holds no prompts"),
-        ("\n \n", None, "holds no prompts"),
+        ("", None, "contains no prompts"),
+        ("\n \n", None, "contains no prompts"),
     ],
 )
 def test_a_bad_line_is_refused_with_file_line_fault_and_fix(
@@ -124,7 +124,7 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
         read_prompts(tmp_path / "nowhere.jsonl", Bytes())
 
 
-def test_a_data_error_survives_the_trip_between_processes() -> None:
+def test_a_data_error_survives_pickling() -> None:
     import pickle
 
     error = pickle.loads(pickle.dumps(DataError("a.jsonl", 3, "is wrong", "right it")))
@@ -189,7 +189,7 @@ def test_epochs_differ_in_order_and_seeds_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "what"),
     [
         ({"count": 4}, "5 prompts there, 4 here"),
         ({"count": 6}, "5 prompts there, 6 here"),
@@ -197,32 +197,32 @@ def test_epochs_differ_in_order_and_seeds_too() -> None:
         ({"shuffle": False}, "shuffle="),
     ],
 )
-def test_a_position_of_other_data_is_refused(change: dict[str, int], said: str) -> None:
+def test_a_position_of_other_data_is_refused(change: dict[str, int], what: str) -> None:
     settings = {"count": 5, "seed": 1, "shuffle": True}
     saved = PromptSource(prompts(5), seed=1, shuffle=True).state()
     now = {**settings, **change}
     source = PromptSource(prompts(now["count"]), seed=now["seed"], shuffle=bool(now["shuffle"]))
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=what):
         source.load_state(saved)
 
 
-def test_a_position_of_as_many_other_prompts_is_refused() -> None:
+def test_a_position_of_other_prompts_of_equal_number_is_refused() -> None:
     saved = PromptSource(prompts(5), seed=1, shuffle=True).state()
     changes: list[tuple[dict[str, Any], str]] = [
         ({"text": "?"}, "other text, columns or order"),
         ({"fields": {"answer": "8"}}, "other text, columns or order"),
         ({"token_ids": (7,)}, "with other tokens"),
     ]
-    for change, said in changes:
+    for change, what in changes:
         changed = [*prompts(4), replace(prompts(5)[4], **change)]
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=what):
             PromptSource(changed, seed=1, shuffle=True).load_state(saved)
     swapped = [prompts(5)[index] for index in (1, 0, 2, 3, 4)]
     with pytest.raises(DataError, match="order"):
         PromptSource(swapped, seed=1, shuffle=True).load_state(saved)
 
 
-def test_a_position_of_renamed_data_or_of_an_earlier_release_is_taken() -> None:
+def test_positions_of_renamed_data_and_earlier_releases_load() -> None:
     saved = PromptSource(prompts(5), seed=1, shuffle=True).state()
     renamed = [replace(one, id=f"other.jsonl:{one.id}") for one in prompts(5)]
     PromptSource(renamed, seed=1, shuffle=True).load_state(saved)
@@ -266,7 +266,7 @@ def test_a_weight_may_be_the_text_of_a_cell() -> None:
     assert sample.weight == 0.5
 
 
-def test_a_response_may_be_a_whole_number_as_parquet_keeps_it() -> None:
+def test_a_response_may_be_an_integer_of_parquet() -> None:
     rows = [Prompt(id="a", text="a", token_ids=(1,), fields={"response": one}) for one in (0, "0")]
     number, text = samples_in(supervised(rows, prompts_per_step=2, shuffle=False).next_batch(0))
     assert (number.text, number.response_ids.tolist()) == (text.text, text.response_ids.tolist())
@@ -283,7 +283,7 @@ def test_a_supervised_source_resumes_where_it_was() -> None:
         assert ours.samples == theirs.samples
 
 
-def test_held_out_responses_come_once_in_their_order_and_move_no_position() -> None:
+def test_held_out_responses_come_once_and_move_no_position() -> None:
     source = supervised(prompts(7))
     before = source.state()
     for version in (0, 4):
@@ -303,7 +303,7 @@ def test_held_out_responses_come_once_in_their_order_and_move_no_position() -> N
         ({"response": "a", "weight": -1}, "`weight` is -1"),
         ({"response": "a", "weight": "heavy"}, "`weight` is 'heavy'"),
         ({"response": "a", "weight": 0}, "every `weight` is 0"),
-        ({"response": "abcd"}, "6 tokens together, and 4 fit the model and a micro-batch"),
+        ({"response": "abcd"}, "6 tokens together, and only 4 fit the model and a micro-batch"),
     ],
 )
 def test_a_bad_given_response_is_refused_with_its_line(

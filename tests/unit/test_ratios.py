@@ -142,7 +142,7 @@ def test_ratios_multiplied_over_long_responses_are_warned_of(tmp_path, overrides
     file = write_run(tmp_path)
     (told,) = length_warnings(load(file, [LONG, *overrides]))
     assert named in told
-    assert "513 their logarithm is off by about 0.7 nats" in told
+    assert "513 rounding alone changes their logarithm by about 0.7 nats" in told
     assert "docs/choosing_a_method.md" in told
     short = f"rollout.sampling.max_tokens={LONG_RESPONSE}"
     assert length_warnings(load(file, [short, *overrides])) == []

@@ -497,9 +497,9 @@ def test_a_judge_reads_the_fields_that_its_template_names() -> None:
         ({}, "needs either `name`"),
         ({"name": "math", "parts": {"a": {"name": "math"}}}, "needs either `name`"),
         ({"parts": {"a/b": {"name": "math"}}}, "'a/b' cannot be the name of a part"),
-        ({"parts": {"a": {"name": "math"}}, "settings": {"x": 1}}, "each of `parts` has its own"),
-        ({"parts": {"a": {"name": "math"}}, "per": "group"}, "each of `parts` has its own"),
-        ({"parts": {"a": {"name": "math", "gate": True}}}, "no part is left that it could"),
+        ({"parts": {"a": {"name": "math"}}, "settings": {"x": 1}}, "of each part instead"),
+        ({"parts": {"a": {"name": "math"}}, "per": "group"}, "of each part instead"),
+        ({"parts": {"a": {"name": "math", "gate": True}}}, "there is no part that it could"),
         (
             {"parts": {"a": {"name": "math", "gate": True, "weight": 2}, "b": {"name": "math"}}},
             "'a' is a gate, which has no weight",

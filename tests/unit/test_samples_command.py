@@ -259,7 +259,7 @@ def is_one_problem(result: Result, where: Path, what: str) -> bool:
     ("text", "what"),
     [
         (b"run: [1", "is not YAML"),
-        (b"- 1", "holds a list"),
+        (b"- 1", "is a list"),
         (b"run: \x00", "is not YAML"),
         (b"\xff\xfe", "codec can't decode"),
         (b"run: &a [*a]", "an anchor that contains itself"),

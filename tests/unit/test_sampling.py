@@ -1,5 +1,4 @@
-"""How responses are drawn: what reaches vLLM, what of it goes with which objective, and what is for
-held-out prompts alone."""
+"""Sampling settings in vLLM, their conflicts with objectives, and those of held-out prompts."""
 
 from __future__ import annotations
 
@@ -68,14 +67,14 @@ def test_a_temperature_that_is_taken_is_the_one_that_vllm_draws_at(
 @pytest.mark.parametrize("key", ["rollout.sampling", "eval.sampling"])
 @pytest.mark.parametrize(
     ("value", "what"),
-    [("0.009", "0.009 is below 0.01, the lowest that vLLM draws at"), ("2.1", "equal to 2")],
+    [("0.009", "0.009 is below 0.01, vLLM's lowest temperature"), ("2.1", "equal to 2")],
 )
 def test_a_temperature_that_vllm_would_change_or_refuse_is_refused(
     file: Path, key: str, value: str, what: str
 ) -> None:
-    said = refusal(file, f"data.eval={file}", f"{key}.temperature={value}")
-    assert f"{key}.temperature" in said
-    assert what in said
+    message = refusal(file, f"data.eval={file}", f"{key}.temperature={value}")
+    assert f"{key}.temperature" in message
+    assert what in message
 
 
 def test_an_engine_reads_text_only_where_a_setting_needs_it(tmp_path: Path) -> None:
@@ -96,13 +95,13 @@ def test_what_renormalises_does_not_go_with_log_probs_taken_for_the_trainers(
     file: Path, name: str, value: Any
 ) -> None:
     knob = f"rollout.sampling.{name}={value}"
-    said = refusal(file, knob)
-    assert f"rollout.sampling.{name}" in said
-    assert "objective.proximal: behavior treats the engines' log-probs as the trainer's" in said
+    message = refusal(file, knob)
+    assert f"rollout.sampling.{name}" in message
+    assert "objective.proximal: behavior uses the engines' log-probs as the trainer's" in message
     config = loaded(file, knob, *RECOMPUTE)
-    (told,) = sampling_warnings(config)
-    assert name in told
-    assert "docs/sampling.md" in told
+    (warning,) = sampling_warnings(config)
+    assert name in warning
+    assert "docs/sampling.md" in warning
     assert sampling_warnings(loaded(file)) == []
 
 
@@ -110,28 +109,34 @@ def test_what_renormalises_does_not_go_with_log_probs_taken_for_the_trainers(
     ("overrides", "what"),
     [
         (("objective.proximal=loglinear",), "objective.proximal: loglinear"),
-        (("objective.loss=decoupled_ppo", *RECOMPUTE), "objective.loss: decoupled_ppo holds pi /"),
+        (
+            ("objective.loss=decoupled_ppo", *RECOMPUTE),
+            "objective.loss: decoupled_ppo contains pi /",
+        ),
         (
             ("objective.corrections=[{name: tis, level: sequence}]", *RECOMPUTE),
             "correction tis multiplies or averages the difference over a whole response",
         ),
-        (("controls=[ess_lr]", *RECOMPUTE), "controls: ess_lr treats pi / pi_behavior"),
+        (
+            ("controls=[ess_lr]", *RECOMPUTE),
+            "controls: ess_lr measures staleness by pi / pi_behavior",
+        ),
         (
             (
                 "controls=[{name: displacement, tolerated_kl: 0.02}]",
                 "objective.snapshots=9",
                 *RECOMPUTE,
             ),
-            "controls: displacement treats pi / pi_behavior",
+            "controls: displacement measures staleness by pi",
         ),
-        ((OPOB,), "objective.advantage: opob weighs responses by the engines' log-probs"),
+        ((OPOB,), "objective.advantage: opob weights responses by the engines' log-probs"),
         (
             ("objective.advantage={name: otb, importance: token}", *RECOMPUTE),
-            "objective.advantage: otb weighs responses",
+            "objective.advantage: otb weights responses",
         ),
         (
             ("objective.advantage={name: otb, importance: sequence}", *RECOMPUTE),
-            "objective.advantage: otb weighs responses",
+            "objective.advantage: otb weights responses",
         ),
         (("objective.corrections=[opsm]", "objective.loss=reinforce"), "correction opsm compares"),
         (
@@ -184,7 +189,7 @@ def test_what_ends_a_response_changes_no_log_prob(file: Path) -> None:
     ("override", "what"),
     [
         ("rollout.sampling.temperature=0", "the responses of a group are equal"),
-        ("rollout.sampling.regex='[0-9]+'", "a grammar forbids other tokens at each place"),
+        ("rollout.sampling.regex='[0-9]+'", "in training a grammar would exclude tokens"),
         ("rollout.sampling.guided_json={}", "eval.sampling.json_schema"),
         ("rollout.sampling.structured_outputs={}", "eval.sampling.json_schema"),
     ],
@@ -227,9 +232,9 @@ def test_one_file_of_held_out_prompts_is_a_list_of_one(file: Path) -> None:
     [
         (("data.eval=x.jsonl",), "data.eval and eval.sets both name held-out prompts"),
         (("eval.sets.0.samples_per_prompt=2",), "eval.sets.0.sampling.temperature: 0 selects"),
-        (("eval.sets.1.pass_at=[5]",), "eval.sets.1.pass_at: 5 needs as many responses"),
-        (("eval.sets.1.name=greedy",), "two are called greedy"),
-        (("eval.sets.1.name=part",), "none can be called `part`"),
+        (("eval.sets.1.pass_at=[5]",), "eval.sets.1.pass_at: 5 needs at least 5 responses"),
+        (("eval.sets.1.name=greedy",), "two sets are called greedy"),
+        (("eval.sets.1.name=part",), "a set cannot be called `part`"),
         (("eval.sampling={regex: '('}",), "is not a regular expression"),
         (("eval.sampling={json_schema: {type: objectt}}",), "json_schema: $.type: 'objectt'"),
         (("eval.sampling={regex: 'a', json_schema: {}}",), "keep one"),

@@ -144,7 +144,7 @@ FILE_SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 def cases() -> Iterator[tuple[Any, ...]]:
-    """Yield every setting with the class that transformers reads as it is, and a sample of the
+    """Yield every setting with the class that transformers reads unchanged, and a sample of the
     rest."""
     choose = random.Random(7)
     plain = ("none", {}, {}, {}, PLAIN_CLASSES[0], "qwen3", {})
@@ -194,7 +194,7 @@ def write(folder: Path, base: Backend, case: tuple[Any, ...]) -> Path:
 
 
 def difference(folder: Path) -> Any:
-    """Return the first text whose ids, or whose text out of ids, are not those of transformers."""
+    """Return the first text whose ids, or decoded text, differ from those of transformers."""
     from transformers import AutoTokenizer
 
     try:
@@ -221,7 +221,7 @@ def difference(folder: Path) -> Any:
 
 
 def outcome(encode: Any, *args: Any, **options: Any) -> list[int] | None:
-    """Return the ids; null where there are none, such as without an unknown token."""
+    """Return the ids; None if the text has none, such as without an unknown token."""
     try:
         ids: list[int] = encode(*args, **options)
     except Exception:  # noqa: BLE001 - tokenizers raise bare Exception

@@ -1,4 +1,4 @@
-"""Our two tokenizers give what transformers gives, without importing it."""
+"""The tokenizers of this project give the ids of transformers, without an import of it."""
 
 import importlib.util
 import io
@@ -64,7 +64,7 @@ def test_ids_and_text_are_those_of_transformers(example: Path) -> None:
 def test_the_arithmetic_example_is_read_without_transformers(
     example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Importing it takes seconds, in every process with a tokenizer."""
+    """The import takes seconds in every process with a tokenizer."""
     if (example / "model" / "tokenizer.json").exists():
         monkeypatch.setitem(sys.modules, "transformers", None)
         assert load_tokenizer(example / "model").eos_ids == (2,)
@@ -92,7 +92,7 @@ def test_writing_an_example_again_writes_the_same(example: Path, tmp_path: Path)
 def test_held_out_prompts_are_in_neither_training_file(example: Path) -> None:
     def tasks(name: str) -> set[tuple[str, ...]]:
         prompts = [json.loads(line)["prompt"] for line in (example / name).read_text().splitlines()]
-        # the order of Countdown's numbers makes no new task
+        # Countdown's tasks do not depend on the order of the numbers
         return {tuple(sorted(prompt.split())) for prompt in prompts}
 
     held_out = tasks("eval.jsonl")
@@ -107,7 +107,7 @@ def test_every_line_of_an_example_is_solvable_by_its_own_reward(example: Path) -
     tokenizer = load_tokenizer(example / "model")
     if (example / "model/tokenizer.model").exists():
         prompts = read_prompts(example / "train.jsonl", tokenizer)
-        # the same tasks in the same order, the numbers of each in an order of its own
+        # the same tasks in the same order, with shuffled numbers
         rows = [json.loads(line) for line in (example / "sft.jsonl").read_text().splitlines()]
         answers = {prompt.text: row["response"] for prompt, row in zip(prompts, rows, strict=True)}
         reward = load_reward("countdown").function
@@ -193,7 +193,7 @@ def test_a_model_that_names_no_end_of_sequence_is_refused(example: Path, tmp_pat
     for name in ("tokenizer.json", "tokenizer.model"):
         if (example / "model" / name).exists():
             (tmp_path / name).write_bytes((example / "model" / name).read_bytes())
-    with pytest.raises(DataError, match="names no end-of-sequence token"):
+    with pytest.raises(DataError, match="has no end-of-sequence token"):
         load_tokenizer(tmp_path)
 
 
@@ -231,7 +231,7 @@ PIECES: dict[str, dict[str, Any]] = {
     "own": {**BPE, "vocab_size": 360, "user_defined_symbols": ["<|im_start|>", "<sep>"]},
     "unigram": {"model_type": "unigram", "vocab_size": 80},
 }
-"""Trainings of SentencePiece, as the named families have theirs."""
+"""Family of models -> its options of SentencePiece's training."""
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 EXTRA = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
 ADDED = {
@@ -290,7 +290,7 @@ def save_pieces(folder: Path, model: bytes, family: str = "llama", **settings: A
 
 
 def differences(folder: Path, texts: tuple[str, ...]) -> list[Any]:
-    """Texts whose ids, or whose text out of ids, are not those of transformers."""
+    """Return the texts whose ids, or decoded text, differ from those of transformers."""
     from transformers import AutoTokenizer
 
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(str(folder))
@@ -341,13 +341,13 @@ def test_added_tokens_count_in_whatever_file_they_stand(
             if added:
                 (folder / "added_tokens.json").write_text(json.dumps(added))
             assert differences(folder, TEXTS) == [], (form, way)
-            if way != "additional":  # the old name of `extra`, which transformers may leave unread
+            if way != "additional":  # the old name of `extra`, which transformers may ignore
                 ids = load_tokenizer(folder).encode("<extra>", special_tokens=False)
                 assert len(ids) == 1, (form, way)
 
 
 def test_ids_without_a_token_have_no_text(pieces: dict[str, bytes], tmp_path: Path) -> None:
-    """A model has padded rows, and samples them while it is untrained."""
+    """A model has padding rows, and samples them while it is untrained."""
     settings = {"tokenizer_class": "LlamaTokenizer", **SPECIAL, "added_tokens_decoder": ADDED}
     tokenizer = load_tokenizer(save_pieces(tmp_path, pieces["llama"], **settings))
     ids = tokenizer.encode("the <extra>cat", special_tokens=False)
@@ -359,7 +359,7 @@ def test_ids_without_a_token_have_no_text(pieces: dict[str, bytes], tmp_path: Pa
 def test_text_with_a_token_that_the_model_has_no_row_for_is_refused_alone(
     pieces: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """Gemma 3's tokenizer has an image token more than its text models have rows."""
+    """Gemma 3's tokenizer has an image token, for which its text models have no row."""
     settings = {"tokenizer_class": "LlamaTokenizer", **SPECIAL, "pad_token": "<pad>"}
     folder = save_pieces(tmp_path, pieces["llama"], **settings)
     rows = load_tokenizer(folder).vocab_size - 1
