@@ -21,6 +21,7 @@ from megatron_async_rl.policy import device
 
 # isort: split
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.trainer_rank import TrainerRank
 from megatron_async_rl.plan.fit import memory_ran_out
@@ -78,6 +79,14 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         start = directory / "checkpoint" if replay is None else replay.checkpoint
         resumed = policy.load(start) if start is not None else None
         version = 0 if resumed is None else int(resumed["version"])
+        if replay is not None and version != replay.first - 1:
+            # The folder may have been removed since: a replay must not start from other weights.
+            raise UserError.of(
+                "run.replay",
+                f"the weights before step {replay.first} are needed, and {start or 'the model'} has"
+                f" those of step {version}",
+                "start the replay again",
+            )
         rank.begin(version, resumed, oldest=policy.references.oldest(version))
     saved = version if resumed is not None else -1
     due = False
@@ -122,7 +131,7 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         rank.publish(version)
         rank.evaluate(policy.mean_loss)
         rank0.log(batch, metrics)
-        policy.require_finite_steps(ended=version == config.run.last_step)
+        policy.require_finite_steps(ended=replay is None and version == config.run.steps)
         due |= bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         # If a checkpoint is due during non-finite steps, save it after the next finite step.
         if due and not policy.untried:

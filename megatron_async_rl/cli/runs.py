@@ -341,8 +341,8 @@ def replay(
     """Repeat steps of a run on its recorded samples, with the trainer alone, and compare the
     weights bit by bit. KEY=VALUE changes settings of the trainer: a what-if analysis. Exit code 1
     if a step differs although no setting was changed."""
-    from megatron_async_rl.replay import plan_replay
-    from megatron_async_rl.replay import replay as repeat
+    from megatron_async_rl.replay.repetition import replay as repeat
+    from megatron_async_rl.replay.replay_plan import plan_replay
 
     let_children_import_from_here()
     plan = plan_replay(run.absolute(), first, steps, overrides or ())

@@ -45,6 +45,12 @@ class ReplayConfig(Strict):
     save: bool = False
     """Write a checkpoint of the last step."""
 
+    @model_validator(mode="after")
+    def _in_order(self) -> ReplayConfig:
+        if self.first > self.last:
+            raise ValueError(f"first: {self.first} is after last: {self.last}; exchange them")
+        return self
+
 
 class RunConfig(Strict):
     """Directory, length and seed of the run."""

@@ -285,6 +285,9 @@ class RecordedSteps:
         if self._stop.exists():
             return None
         batch = self._ahead.result()
+        # Batches are read in the order of steps, so another version means another start.
+        if batch.version != version:
+            raise ValueError(f"the batch of version {batch.version} was read for {version}")
         if version + 2 <= self._last:
             self._ahead = self._reader.submit(self._recorded.batch, version + 2)
         return Handout(batch=batch, metrics={})

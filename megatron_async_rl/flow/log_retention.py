@@ -3,7 +3,8 @@
 Invariant: the segments from which the oldest kept checkpoint can be replayed stay, even beyond
 `samples.keep_mib`: a replay from there needs the batches of all later steps, and their samples may
 have finished earlier, by as many steps as the staleness bound. A replay store (`flow.selection:
-replay`) may hold older samples, which are not kept for it.
+replay`) may hold older samples, which are not kept for it. The log never exceeds MOST times
+`samples.keep_mib`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from megatron_async_rl.samples.frames import FOLDER, TABLES, SegmentBroken, file
 from megatron_async_rl.samples.recorded import NotRecorded, RecordedBatches
 from megatron_async_rl.samples.segments import size_of
 
+MOST = 4
+
 
 def make_room(run_dir: Path, keep: int, added: int, async_ratio: float) -> str | None:
     """Delete the oldest segments until the log and `added` more bytes fit in `keep` bytes. Return a
@@ -25,11 +28,11 @@ def make_room(run_dir: Path, keep: int, added: int, async_ratio: float) -> str |
     old = numbers_in(folder)
     sizes = {number: size_of(folder, number) for number in old}
     needed = None
-    while old and sum(sizes.values()) + added > keep:
+    while old and (total := sum(sizes.values()) + added) > keep:
         # Computed only if something would be deleted: it reads a part of each segment.
         needed = first_needed(run_dir, max_lag(async_ratio)) if needed is None else needed
-        if old[0] >= needed:
-            size = -(-sum(sizes.values()) // 2**20)
+        if old[0] >= needed and total <= MOST * keep:
+            size = -(-total // 2**20)
             return (
                 f"the sample log uses {size} MiB, more than samples.keep_mib: {keep // 2**20},"
                 " because the oldest kept checkpoint could not be replayed without it; lower"

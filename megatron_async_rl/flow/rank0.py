@@ -37,6 +37,7 @@ from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.metrics.trackers import open_trackers
 from megatron_async_rl.metrics.weight_log import WeightLog
 from megatron_async_rl.policy.checkpoint_folder import named_latest, read_file
+from megatron_async_rl.policy.device import arithmetic_of
 from megatron_async_rl.rollout.cluster import software
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
@@ -222,7 +223,7 @@ class Rank0(OtherRank):
     def digested(self, digest: str, tensors: Mapping[str, str]) -> None:
         self._digest = digest
         if self._weight_log is None:
-            self._weight_log = WeightLog(self.config.run.dir, self.version)
+            self._weight_log = WeightLog(self.config.run.dir, self.version + 1)
             record_start(self.config.run.dir, self._start())
         self._weight_log.log(self.version, tensors)
 
@@ -234,7 +235,7 @@ class Rank0(OtherRank):
             time=round(time.time(), 3),
             # Written by the launcher; a program that runs the loop itself may have no file.
             config=file_digest(resolved) if resolved.exists() else "",
-            device=self._device_type,
+            device=arithmetic_of(self._device_type),
             ranks=config.policy.parallel.ranks,
             layout=config.policy.parallel.model_dump(mode="json"),
             threads=torch.get_num_threads(),

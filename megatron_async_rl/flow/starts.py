@@ -17,9 +17,10 @@ from pydantic import ValidationError
 from megatron_async_rl.config.durable import digest, reading
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.settings_model import Strict
-from megatron_async_rl.metrics.json_lines import not_a_line
+from megatron_async_rl.metrics.json_lines import cut_lines, not_a_line
 
 FILE = "starts.jsonl"
+CUT_FILE = "starts.cut.jsonl"
 
 
 class Start(Strict):
@@ -33,6 +34,8 @@ class Start(Strict):
     """Digest of `config.yaml` at the start. A later start with other settings renames that file to
     `config.N.yaml`."""
     device: str
+    """Kind of the ranks' device, and its name on a GPU, or the instructions of a CPU that torch
+    uses."""
     ranks: int
     layout: Mapping[str, Any]
     """Values of policy.parallel."""
@@ -49,7 +52,9 @@ class Start(Strict):
 
 
 def record_start(run_dir: Path, start: Start) -> None:
-    """Append a line, and wait until it is on the disk."""
+    """Append a line, and wait until it is on the disk. A last line that a crash cut is moved to
+    starts.cut.jsonl."""
+    cut_lines(run_dir / FILE, run_dir / CUT_FILE, lambda _: True)
     with open(run_dir / FILE, "a", encoding="utf-8") as file:
         file.write(json.dumps(start.model_dump(mode="json"), allow_nan=False) + "\n")
         file.flush()

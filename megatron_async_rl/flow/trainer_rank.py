@@ -19,6 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.buffer import BUFFER_FILE
@@ -27,6 +29,7 @@ from megatron_async_rl.flow.errors import WeightsChanged
 from megatron_async_rl.flow.evaluation import EvalSchedule, LossResult
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
 from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, RECORD_FILE
+from megatron_async_rl.policy.device import arithmetic_of
 from megatron_async_rl.policy.device_memory import DeviceMemory
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.rollout.cluster import gpu_of_rank
@@ -78,7 +81,7 @@ class TrainerRank:
         state."""
         self.version = version
         if resumed is not None:
-            self._expected = expected_digest(resumed, self.config)
+            self._expected = expected_digest(resumed, weights_form(self.config, self.layout))
         # The timeline shows this as part of the start: next, the engines start.
         with self.devices.phase("publish"), self.devices.step("release"):
             self._make_room()
@@ -262,7 +265,10 @@ class TrainerRank:
             "data": position.state if position else None,
             "evaluated": self.schedule.means if self.schedule else {},
             "model_path": str(self.config.model.path),
-            "weights": {"digest": self._digest, "form": weights_form(self.config)},
+            "weights": {
+                "digest": self._digest,
+                "form": weights_form(self.config, self.layout),
+            },
         }
         files = {
             CONFIG_FILE: dump(self.config).encode("utf-8"),
@@ -293,18 +299,21 @@ class TrainerRank:
             self._staging.close()
 
 
-def weights_form(config: Config) -> str:
-    """Return a text that is equal for two configs if the same weights have the same digest. The
-    scales of FP8 weights depend on how the layout cuts them."""
-    cut = f" {config.policy.parallel}" if config.policy.fp8 is not None else ""
-    return f"{config.model.dtype} {config.engine_dtype}{cut}"
+def weights_form(config: Config, layout: Layout) -> str:
+    """Return a text that is equal for two starts if the same weights have the same digest. Merged
+    adapters are products, and FP8 weights have scales: their bits depend on kernels and cuts."""
+    text = f"{config.model.dtype} {config.engine_dtype}"
+    if config.policy.lora is not None or config.policy.fp8 is not None:
+        kernels = f"{arithmetic_of(layout.device_type)}, torch {torch.__version__}"
+        text += f", {kernels}, {config.policy.parallel}"
+    return text
 
 
-def expected_digest(resumed: Mapping[str, Any], config: Config) -> str | None:
+def expected_digest(resumed: Mapping[str, Any], form: str) -> str | None:
     """Return the digest of the loaded weights that a checkpoint's content states; null if it states
     none, or one of weights in another form."""
     saved = resumed.get("weights", {})
-    return saved["digest"] if saved.get("form") == weights_form(config) else None
+    return saved["digest"] if saved.get("form") == form else None
 
 
 def _begun(wait: Callable[[], None]) -> Future[None]:

@@ -137,11 +137,10 @@ def launch(
                 _report(run_dir, console)
             print_summary(run_dir, console)
             return 0
-        print_plain(
-            console,
-            f"Stopped at step {ended.step if ended else 0} of {config.run.last_step}; the same"
-            f" command resumes. Run directory: {run_dir}",
-        )
+        text = f"Stopped at step {ended.step if ended else 0} of {config.run.last_step}"
+        if config.run.replay is None:
+            text += f"; the same command resumes. Run directory: {run_dir}"
+        print_plain(console, text)
         return INTERRUPTED
     return exit_code
 
@@ -423,9 +422,7 @@ def _watch(
                 return INTERRUPTED, None
             # A file, because rank 0 may run on another machine with the same file system.
             (run_dir / watch.STOP).touch()
-            console.print(
-                "Stopping after this step, with a checkpoint. Ctrl-C again kills at once."
-            )
+            console.print("Stopping after this step. Ctrl-C again kills at once.")
         if status is not None and status != earlier and status.phase == "failed":
             failed_at = min(failed_at, time.monotonic())
             # Rank 0 ends its engines itself; after CLOSING_S this launcher does.

@@ -202,3 +202,11 @@ def _point_torch_cuda_at_cpu() -> None:
     torch.cuda.Stream = torch.cuda.Event = _Stream
     torch.cuda.get_rng_state = lambda *args, **kwargs: _get_cpu_state()
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: _set_cpu_state(state)
+
+
+def arithmetic_of(device_type: str) -> str:
+    """Return a text that is equal on two machines if their kernels add in the same order: the name
+    of the GPU, or the instructions of the CPU that torch uses."""
+    if device_type == "cuda":
+        return f"cuda {torch.cuda.get_device_name()}"
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}"

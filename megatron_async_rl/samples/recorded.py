@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -37,21 +38,7 @@ _Place = tuple[int, int]
 
 
 class NotRecorded(ValueError):
-    """The log of a run does not have a step's batch."""
-
-    def __init__(self, what: str, fix: str) -> None:
-        # Positional arguments, so that the error survives pickling between processes.
-        super().__init__(what, fix)
-        self.what = what
-        self.fix = fix
-
-    def __str__(self) -> str:
-        return f"{self.what}\n  fix: {self.fix}"
-
-
-class _Missing(Exception):
-    """Something of a step is not in the log. The message completes a sentence that begins with the
-    log's folder."""
+    """The log of a run does not have a step's batch. The message is a sentence."""
 
 
 class RecordedBatches:
@@ -63,10 +50,7 @@ class RecordedBatches:
         self._folder = run_dir / FOLDER
         self._segments = segments_in(self._folder)
         if not self._segments:
-            raise NotRecorded(
-                f"{run_dir} has no log of its samples",
-                "name a run that was made with samples.keep_mib above 0",
-            )
+            raise NotRecorded(f"{run_dir} has no log of its samples (samples.keep_mib)")
         self._keys = OrderedDict[int, dict[_Key, _Place]]()
         """Newest (batch, row) of each sample, by segment."""
         self._batches = OrderedDict[tuple[int, int], pa.RecordBatch]()
@@ -77,17 +61,17 @@ class RecordedBatches:
         return self._segments[0] == 0
 
     @cached_property
-    def _first_steps(self) -> list[int]:
-        """Step at which each segment begins. Outcomes of batches and groups have growing steps."""
-        found: list[int] = []
+    def _first_steps(self) -> dict[int, int]:
+        """Step at which each segment begins. Outcomes of batches and groups have growing steps. A
+        segment without such outcomes, and a damaged one, are missing: both lie between others."""
+        found: dict[int, int] = {}
         for segment in self._segments:
-            step = None
-            for _, batch in read_batches(self._folder, "outcomes", segment):
-                step = pc.min(_growing(batch)["step"]).as_py()
-                if step is not None:
-                    break
-            # A segment without such rows begins where the one before it does.
-            found.append(step if step is not None else (found[-1] if found else 0))
+            with suppress(SegmentBroken):  # raised if a requested step may be in it
+                for _, batch in read_batches(self._folder, "outcomes", segment):
+                    step = pc.min(_growing(batch)["step"]).as_py()
+                    if step is not None:
+                        found[segment] = step
+                        break
         return found
 
     @cached_property
@@ -105,17 +89,22 @@ class RecordedBatches:
 
     def segment_of(self, step: int) -> int:
         """Return the segment in which the rows of a step begin."""
-        first = int(np.searchsorted(np.array(self._first_steps), step, side="left"))
-        return self._segments[max(first - 1, 0)]
+        return next(iter(self._segments_of(step)), self._segments[0])
+
+    def _segments_of(self, step: int) -> list[int]:
+        """Return the segments that may have rows of a step, oldest first. The first begins before
+        the step; the next one behind them begins after it."""
+        first, end = self._segments[0], self._segments[-1] + 1
+        for segment, begins in self._first_steps.items():
+            if begins < step:
+                first = segment
+            elif begins > step:
+                end = segment
+                break
+        return [segment for segment in self._segments if first <= segment < end]
 
     def batch(self, step: int) -> TrainBatch:
         """Return the batch of an optimizer step, without text. Raises NotRecorded."""
-        try:
-            return self._read(step)
-        except _Missing as error:
-            raise NotRecorded(f"{self._folder} {error}", self._alternative(step)) from error
-
-    def _read(self, step: int) -> TrainBatch:
         segment, outcomes = self._outcomes_of(step)
         keys = list(
             zip(outcomes["id"].to_pylist(), outcomes["finished_at"].to_pylist(), strict=True)
@@ -145,13 +134,9 @@ class RecordedBatches:
 
     def _outcomes_of(self, step: int) -> tuple[int, pa.Table]:
         """Return the outcomes `trained` of a step by `seq`, and the newest segment with one."""
-        starts = np.array(self._first_steps)
-        # The rows of a step may continue in segments that begin with this step.
-        first = max(int(np.searchsorted(starts, step, side="left")) - 1, 0)
-        end = int(np.searchsorted(starts, step, side="right"))
         tables: list[pa.Table] = []
-        newest = self._segments[first]
-        for segment in self._segments[first:end]:
+        newest = self._segments[0]
+        for segment in self._segments_of(step):
             batches = [
                 _growing(batch) for _, batch in read_batches(self._folder, "outcomes", segment)
             ]
@@ -160,6 +145,9 @@ class RecordedBatches:
             if rows:
                 tables.append(pa.Table.from_batches(rows))
                 newest = segment
+            # Later segments have later steps: damage there does not concern this one.
+            if any(pc.any(pc.greater(batch["step"], step)).as_py() for batch in batches):
+                break
         if not tables:
             raise self._no_batch(step)
         table = pa.concat_tables(tables).sort_by("seq")
@@ -172,11 +160,11 @@ class RecordedBatches:
         lost = np.setdiff1d(np.arange(seqs[0], seqs[-1] + 1), table["seq"].to_numpy())
         consumed = len(ends) - len(trained)
         if len(lost):
-            raise _Missing(f"lacks outcomes {lost[0]} to {lost[-1]} of step {step}")
+            raise self._missing(f"lacks outcomes {lost[0]} to {lost[-1]} of step {step}")
         if not consumed:
-            raise _Missing(f"lacks the consumed groups of step {step}")
+            raise self._missing(f"lacks the consumed groups of step {step}")
         if trained["place"].null_count:
-            raise _Missing(
+            raise self._missing(
                 f"was written by an earlier version, which did not record the group of each sample"
                 f" of step {step}"
             )
@@ -195,7 +183,7 @@ class RecordedBatches:
                 break
         if wanted:
             name, _ = min(wanted)
-            raise _Missing(
+            raise self._missing(
                 f"lacks {len(wanted)} of the {len(keys)} samples of step {step}, such as {name}"
                 + ("" if self.whole else ": older segments were deleted (samples.keep_mib)")
             )
@@ -232,34 +220,21 @@ class RecordedBatches:
             for _, batch in read_batches(self._folder, "samples", segment, wanted={number}):
                 names = [name for name in NUMERIC.names if name in batch.schema.names]
                 self._batches[key] = batch.select(names)
+            if key not in self._batches:  # a running run has deleted its segment
+                raise self._missing(f"no longer has segment {segment}")
             if len(self._batches) > CACHED_BATCHES:
                 self._batches.popitem(last=False)
         self._batches.move_to_end(key)
         return self._batches[key]
 
-    def _no_batch(self, step: int) -> _Missing:
-        deleted = step < self._first_steps[0] or (step == self._first_steps[0] and not self.whole)
+    def _no_batch(self, step: int) -> NotRecorded:
+        begins = min(self._first_steps.values(), default=0)
+        deleted = not self.whole and step <= begins
         why = ": its segment was deleted (samples.keep_mib)" if deleted else ""
-        return _Missing(f"has no batch of step {step}{why}")
+        return self._missing(f"has no batch of step {step}{why}")
 
-    def _alternative(self, step: int) -> str:
-        """Return the steps that can be replayed although `step` cannot."""
-        later = self.first_after(step)
-        if later is not None:
-            return f"replay from step {later} on (--from {later})"
-        if step > self._first_steps[0]:
-            return f"replay steps up to {step - 1}: no later step is recorded"
-        return "replay another run: no step of this one is recorded"
-
-    def first_after(self, step: int) -> int | None:
-        """Return the first step after `step` whose batch is whole; None if there is none."""
-        for later in range(max(step + 1, self._first_steps[0]), self.last_step + 1):
-            try:
-                self._read(later)
-            except (_Missing, SegmentBroken):
-                continue
-            return later
-        return None
+    def _missing(self, what: str) -> NotRecorded:
+        return NotRecorded(f"{self._folder} {what}")
 
 
 def _growing(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -6,19 +6,24 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from megatron_async_rl import replay as replays
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow.starts import Start, read_starts
 from megatron_async_rl.launch.launcher import _prepare_directory
 from megatron_async_rl.metrics.log import digests_of_steps
 from megatron_async_rl.metrics.weight_log import tensors_of_step
+from megatron_async_rl.replay import repetition
+from megatron_async_rl.replay.replay_plan import plan_replay, stretches
 from tests.loop.one_process import Crash, Engines, OneProcess
 
 ASYNCHRONOUS = ("flow.async_ratio=2", "run.steps=6", "checkpoint.every=2", "checkpoint.keep=9")
@@ -33,7 +38,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneProcess]:
             run(process, config)
             return 0
 
-        patch.setattr(replays, "launch", launch)
+        patch.setattr(repetition, "launch", launch)
         yield process
 
 
@@ -42,11 +47,13 @@ def run(loop: OneProcess, config: Config, crashes_at: tuple[str, int] | None = N
     return loop.run(config, Engines(), crashes_at)
 
 
-def repeated(run_dir: Path, *changes: str, first: int | None = None) -> tuple[int, str]:
+def repeated(
+    run_dir: Path, *changes: str, first: int | None = None, out: Path | None = None
+) -> tuple[int, str]:
     """Return exit code and output of `mar replay`."""
     written = io.StringIO()
-    plan = replays.plan_replay(run_dir, first, None, changes)
-    code = replays.replay(plan, None, Console(file=written, width=1000))
+    plan = plan_replay(run_dir, first, None, changes)
+    code = repetition.replay(plan, out, Console(file=written, width=1000))
     return code, written.getvalue()
 
 
@@ -105,7 +112,7 @@ def test_a_step_with_other_weights_is_named(resumed: Path) -> None:
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         code, shown = repeated(resumed)
         assert code == 1
-        assert "6 steps of the run, the first 1, have no digest" in shown
+        assert "6 steps have no digest in the run's metrics" in shown
         assert "identical" not in shown
     finally:
         file.write_text(text)
@@ -118,6 +125,79 @@ def _with_other_tensor(text: str, *, step: int, number: int) -> str:
     bits[number] ^= 1
     line["tensors"] = base64.b64encode(bits).decode()
     return "".join(json.dumps(one) + "\n" for one in lines)
+
+
+def test_a_step_that_was_not_logged_before_a_crash_is_not_repeated(
+    resumed: Path, tmp_path: Path
+) -> None:
+    """The log has a step's batch before metrics.jsonl has its line."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(resumed, run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    code, shown = repeated(run_dir, first=5)
+    assert (code, shown.splitlines()[-1]) == (0, "1 step, identical bits")
+
+
+def test_another_layout_has_a_tolerance_and_each_step_its_own_settings(resumed: Path) -> None:
+    code, shown = repeated(resumed, "policy.tokens_per_micro_batch=64")
+    assert code == 0
+    assert "identical bits" in shown or "the tolerance is 0.001" in shown
+
+
+def test_only_a_new_directory_takes_a_replay(resumed: Path, tmp_path: Path) -> None:
+    for out in (resumed, resumed / "config.yaml"):
+        with pytest.raises(UserError, match="is not an empty directory"):
+            repeated(resumed, out=out)
+    out = tmp_path / "own"
+    assert repeated(resumed, first=5, out=out)[0] == 0
+    assert (out / "metrics.jsonl").exists()
+
+
+def test_a_replay_starts_from_the_weights_that_it_needs_or_not_at_all(
+    resumed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(resumed, run_dir)
+    launched = repetition.launch
+
+    def launch_late(*arguments: Any) -> int:
+        shutil.rmtree(run_dir / "checkpoint" / "step_00000004")  # by the run, which is active
+        return launched(*arguments)
+
+    monkeypatch.setattr(repetition, "launch", launch_late)
+    with pytest.raises(UserError, match=r"weights before step 5 are needed"):
+        repeated(run_dir, first=5)
+
+
+def test_the_run_s_number_of_threads_is_used(
+    resumed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    launched = repetition.launch
+
+    def note(*arguments: Any) -> int:
+        found.append(os.environ["OMP_NUM_THREADS"])
+        return launched(*arguments)
+
+    monkeypatch.setattr(repetition, "launch", note)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert repeated(resumed, first=5)[0] == 0
+    assert found == [str(read_starts(resumed)[0].threads)]
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+
+
+def test_starts_with_other_arithmetic_are_repeated_apart(resumed: Path) -> None:
+    first, *_ = read_starts(resumed)
+
+    def parts(*starts: Start) -> list[tuple[int, int]]:
+        return [(one.first, one.last) for one in stretches(resumed, list(starts), 1, 9)]
+
+    again = first.model_copy(update={"step": 5, "time": 9.0})
+    assert parts(first, again) == [(1, 9)]
+    for change in ({"threads": 8}, {"device": "cuda"}, {"software": {}}, {"layout": {}}):
+        assert parts(first, again.model_copy(update=change)) == [(1, 5), (6, 9)]
+    assert parts(again) == [(1, 5), (6, 9)], "starts were not recorded before step 5"
 
 
 def test_a_changed_setting_is_a_what_if_analysis(resumed: Path) -> None:

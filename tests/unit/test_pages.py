@@ -206,7 +206,7 @@ def nothing_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "launch.launcher.launch": launch,
         "study.study": study,
         "evaluate.run": lambda *_: None,
-        "replay.replay": lambda *_: 0,
+        "replay.repetition.replay": lambda *_: 0,
         "launch.run_lock.ask_for_engines": lambda run, count: (run / "config.yaml").stat(),
         "report.dashboard.serve": lambda runs, *_: [logged.stat() for logged in runs],
         "simulate.choose.predict_from_run": lambda *_: None,

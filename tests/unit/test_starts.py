@@ -42,6 +42,8 @@ def test_lines_are_read_as_they_were_written(tmp_path: Path) -> None:
     with open(tmp_path / FILE, "a", encoding="utf-8") as file:
         file.write('{"step": 9')  # a crash cut the line
     assert read_starts(tmp_path) == written
+    record_start(tmp_path, start(9))
+    assert read_starts(tmp_path) == [*written, start(9)], "the next start cuts it off"
 
 
 def test_a_step_was_made_by_the_last_start_before_it() -> None:

@@ -1,0 +1,1 @@
+"""`mar replay`: repeats the steps of a run on its recorded samples."""

@@ -1,0 +1,340 @@
+"""`mar replay`: repeats the steps of a run on its recorded samples, with the trainer alone.
+
+    RUN/samples, RUN/starts.jsonl, a checkpoint --> one launch for each settings --> RUN/replays/N
+
+Invariants:
+- nothing of the run changes: a replay has a directory of its own;
+- every repeated step uses the settings of the start that made it, unless the user changes them;
+- the result counts equal digests of weights, step by step: a step without a recorded digest is
+  reported, not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.problem import ConfigError, UserError, number_of
+from megatron_async_rl.config.schema import Config, ReplayConfig
+from megatron_async_rl.flow.starts import Start, read_starts
+from megatron_async_rl.launch.addresses import Nodes
+from megatron_async_rl.launch.launcher import launch
+from megatron_async_rl.launch.rendezvous import PeerNodes
+from megatron_async_rl.metrics.log import (
+    MetricRow,
+    digests_of_steps,
+    number,
+    read_metrics,
+)
+from megatron_async_rl.metrics.weight_log import tensors_of_step
+from megatron_async_rl.plan.layout import rank_environment
+from megatron_async_rl.plan.layout_problems import layout_problems
+from megatron_async_rl.plan.machine import Machine, this_machine
+from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.replay.replay_plan import ReplayPlan, Stretch, reading_log
+from megatron_async_rl.rollout.cluster import software, software_differences
+from megatron_async_rl.samples.recorded import RecordedBatches
+
+FOLDER = "replays"
+THREADS = "OMP_NUM_THREADS"
+WITHOUT_ENGINES = (
+    "checkpoint.every=0",
+    "eval=null",
+    "observe.tensorboard=false",
+    "observe.trackers=[]",
+    "observe.prometheus_port=null",
+    "run.resume=auto",
+)
+"""Settings of a run that a replay does not use."""
+COMPARED = ("policy/loss", "policy/grad_norm")
+"""Metrics compared if a replay has another layout or device."""
+TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Largest relative difference of those metrics, by the dtype of the model: another layout adds the
+same numbers in another order."""
+MEASURED_ON_SAMPLES = {"ESS": "ratio/ess", "KL": "ratio/kl_k2"}
+"""Metrics that show how far the recorded samples are from the replayed policy."""
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """Repeated steps against the run's. Steps are those of metrics.jsonl."""
+
+    steps: int = 0
+    identical: int = 0
+    first_different: int | None = None
+    without_digest: int = 0
+    largest: dict[str, float] = field(default_factory=dict)
+    """Largest relative difference of each of COMPARED."""
+
+
+def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
+    """Repeat the steps, and print the result. Return the exit code: 0 if all bits are identical, or
+    if the user changed settings; 1 if a step differs or the trainer failed; 130 after Ctrl-C."""
+    out = _new_folder(plan.run_dir, out)
+    configs = [
+        _config(plan, stretch, _part(out, plan, index), index + 1 < len(plan.stretches))
+        for index, stretch in enumerate(plan.stretches)
+    ]
+    machine = this_machine()
+    for config in configs:
+        _require_fitting(config, machine)
+    _announce(plan, out, console)
+    checkpoint, code, compared = plan.checkpoint, 0, Comparison()
+    rows: list[MetricRow] = []
+    for stretch, config in zip(plan.stretches, configs, strict=True):
+        assert config.run.replay is not None
+        begin = config.run.replay.model_copy(update={"checkpoint": checkpoint})
+        run = config.run.model_copy(update={"replay": begin})
+        code = _launch(config.model_copy(update={"run": run}), stretch, machine, console)
+        # Also after a failure: the steps before it are compared.
+        own = [row for row in read_metrics(run.dir) if number(row, "step")]
+        rows += own
+        compare(compared, plan.run_dir, own, digests_of_steps(run.dir))
+        _show_other_inputs(stretch, run.dir, console)
+        if code != 0:
+            break
+        checkpoint = run.dir / "checkpoint" / f"step_{stretch.last:08d}"
+    # The settings and the directory of the first step that differs.
+    different = compared.first_different or plan.last
+    config = next(
+        config
+        for stretch, config in zip(plan.stretches, configs, strict=True)
+        if different <= stretch.last
+    )
+    result = _report(plan, config, compared, rows, console)
+    return code or result
+
+
+def _launch(config: Config, stretch: Stretch, machine: Machine, console: Console) -> int:
+    nodes = Nodes(1, 0, "")
+    environment = rank_environment(config, machine)
+    with _threads_of(stretch.start):
+        return launch(config, console, nodes, PeerNodes(nodes), environment)
+
+
+@contextmanager
+def _threads_of(start: Start | None) -> Iterator[None]:
+    """Set the number of threads of a start: the user's variable would take precedence."""
+    before = os.environ.get(THREADS)
+    if start is not None:
+        os.environ[THREADS] = str(start.threads)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(THREADS, None)
+        else:
+            os.environ[THREADS] = before
+
+
+def _new_folder(run_dir: Path, out: Path | None) -> Path:
+    """Return the directory of the replay. Raises UserError for a directory with content, which the
+    replay would change or compare with itself."""
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError.of("--out", f"{out} is not an empty directory", "name a new one")
+        return out
+    folder = run_dir / FOLDER
+    numbers = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
+    return folder / str(max(numbers, default=0) + 1)
+
+
+def _part(out: Path, plan: ReplayPlan, index: int) -> Path:
+    return out if len(plan.stretches) == 1 else out / f"part_{index + 1}"
+
+
+def _config(plan: ReplayPlan, stretch: Stretch, run_dir: Path, save: bool) -> Config:
+    settings = ReplayConfig(
+        run=plan.run_dir,
+        first=stretch.first,
+        last=stretch.last,
+        # Of a later stretch, the checkpoint exists once the one before it has ended.
+        checkpoint=plan.checkpoint if stretch is plan.stretches[0] else None,
+        save=save,
+    )
+    return load(
+        stretch.config_file,
+        [
+            *WITHOUT_ENGINES,
+            f"run.dir={json.dumps(str(run_dir))}",
+            f"run.replay={settings.model_dump_json()}",
+            f"observe.beside={json.dumps(str(plan.run_dir))}",
+            *plan.changes,
+        ],
+    )
+
+
+def _require_fitting(config: Config, machine: Machine) -> None:
+    """Raise ConfigError for a model that is not here, or a layout that this machine lacks."""
+    shape, problems = read_model(config.model.path)
+    alone = config.model_copy(update={"rollout": None})
+    problems = [*problems, *layout_problems(alone, machine, shape)]
+    if config.policy.routing_replay == "rollout" and config.run.replay is not None:
+        with reading_log():
+            recorded = RecordedBatches(config.run.replay.run).has_experts()
+        if not recorded:
+            raise UserError.of(
+                "samples.experts",
+                "the log does not have the experts that the engines chose"
+                " (policy.routing_replay: rollout), so no step can be recomputed",
+                "set samples.experts to true in the next run, or replay with"
+                " policy.routing_replay=none to see how far the steps differ",
+            )
+    if problems:
+        raise ConfigError("mar replay: cannot run", problems)
+
+
+def _announce(plan: ReplayPlan, out: Path, console: Console) -> None:
+    begin = "the model" if plan.checkpoint is None else str(plan.checkpoint)
+    text = f"replaying steps {plan.first} to {plan.last} of {plan.run_dir}, from {begin}, in {out}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if plan.first < plan.requested:
+        note = f"note: no checkpoint of step {plan.requested - 1} was kept"
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    for stretch in plan.stretches:
+        made_with = {} if stretch.start is None else stretch.start.software
+        different = software_differences(software(), made_with) if made_with else ""
+        if different:
+            note = (
+                f"note: steps {stretch.first} to {stretch.last} were made with other software, so"
+            )
+            console.print(
+                f"{note} bits may differ: {different}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+def _show_other_inputs(stretch: Stretch, replay_dir: Path, console: Console) -> None:
+    """Print what else than the settings was different at the start of the run."""
+    own = read_starts(replay_dir)
+    if stretch.start is None or not own:
+        return
+    here, there = own[-1], stretch.start
+    found = []
+    if here.step == there.step and here.weights != there.weights:
+        found.append("the weights at the beginning: the model's files have changed")
+    if here.data and here.data != there.data:
+        found.append("the data")
+    if here.device != there.device:
+        found.append(f"the device, {there.device} (here {here.device})")
+    if here.threads != there.threads:
+        found.append(f"the number of threads, {there.threads} (here {here.threads})")
+    for text in found:
+        console.print(f"note: different from the run: {text}", markup=False, soft_wrap=True)
+
+
+def compare(
+    found: Comparison, run_dir: Path, rows: Sequence[MetricRow], digests: dict[int, str]
+) -> None:
+    """Add repeated steps, `rows`, to the comparison with the run's lines of metrics."""
+    expected = digests_of_steps(run_dir)
+    of_run = {row["step"]: row for row in read_metrics(run_dir)}
+    for row in rows:
+        step = int(number(row, "step") or 0)
+        found.steps += 1
+        if step not in expected:
+            found.without_digest += 1
+        elif expected[step] == digests.get(step):
+            found.identical += 1
+        elif found.first_different is None:
+            found.first_different = step
+        for name in COMPARED:
+            here, there = number(row, name), number(of_run.get(step, {}), name)
+            if here is not None and there is not None:
+                difference = abs(here - there) / max(abs(here), abs(there), 1e-12)
+                found.largest[name] = max(found.largest.get(name, 0.0), difference)
+
+
+def _report(
+    plan: ReplayPlan,
+    config: Config,
+    found: Comparison,
+    rows: Sequence[MetricRow],
+    console: Console,
+) -> int:
+    def show(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    missing = plan.last - plan.first + 1 - found.steps
+    if found.without_digest:
+        count = number_of("step", found.without_digest, "has", "have")
+        show(f"{count} no digest in the run's metrics: they cannot be compared")
+    if found.first_different is not None:
+        text = f"step {found.first_different} is the first whose weights differ from the run's"
+        show(text + _different_tensors(plan.run_dir, config.run.dir, found.first_different))
+    elif found.identical:
+        show(f"{number_of('step', found.identical)}, identical bits")
+    if plan.is_what_if:
+        _show_distance(plan, found, rows, show)
+        return 0
+    if found.identical == found.steps > 0:
+        return int(missing > 0)
+    if not _same_arithmetic(plan, config) and found.largest:
+        tolerance = TOLERANCES[config.model.dtype]
+        worst = ", ".join(f"{name} {value:.1e}" for name, value in sorted(found.largest.items()))
+        show(
+            "another layout or device adds in another order: largest relative differences are"
+            f" {worst}; the tolerance is {tolerance:g}"
+        )
+        return int(missing > 0 or any(value > tolerance for value in found.largest.values()))
+    # A step without a digest proves nothing.
+    return 1
+
+
+def _different_tensors(run_dir: Path, replay_dir: Path, step: int) -> str:
+    """Return which tensors differ after a step, as the rest of a sentence."""
+    of_run, here = tensors_of_step(run_dir, step), tensors_of_step(replay_dir, step)
+    different = [name for name in here if of_run.get(name) != here[name]]
+    if not of_run or not different:
+        return ""
+    more = f" and {len(different) - 1} others" if len(different) > 1 else ""
+    return f": tensor {different[0]}{more} of {len(here)}"
+
+
+def _same_arithmetic(plan: ReplayPlan, config: Config) -> bool:
+    """Return True if every step was to be repeated as it was made: no layout was changed, and the
+    device is the run's."""
+    own = read_starts(config.run.dir)
+    device = own[-1].device if own else ""
+    return not plan.changes and all(
+        one.start is None or one.start.device == device for one in plan.stretches
+    )
+
+
+def _show_distance(
+    plan: ReplayPlan,
+    found: Comparison,
+    rows: Sequence[MetricRow],
+    show: Callable[[str], None],
+) -> None:
+    """Show how far the recorded samples are from the replayed policy once the weights differ."""
+    of_run = {row["step"]: row for row in read_metrics(plan.run_dir)}
+    later = [
+        row
+        for row in rows
+        if found.first_different is not None and int(row["step"]) > found.first_different  # type: ignore[arg-type]
+    ]
+    if not later:
+        return
+    for label, name in MEASURED_ON_SAMPLES.items():
+        here = [value for row in later if (value := number(row, name)) is not None]
+        there = [
+            value
+            for row in later
+            if (value := number(of_run.get(row["step"], {}), name)) is not None
+        ]
+        if here and there:
+            show(
+                f"{label} of the recorded samples, from then on: mean"
+                f" {sum(here) / len(here):.3g}, last {here[-1]:.3g}"
+                f" (the run's: {sum(there) / len(there):.3g}, {there[-1]:.3g})"
+            )

@@ -1,0 +1,197 @@
+"""Steps that a replay repeats: which there are, where they begin, and with which settings.
+
+Invariant: every step has the settings of the start that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.flow.starts import Start, config_of, read_starts, start_of_step
+from megatron_async_rl.metrics.log import (
+    number,
+    read_newest,
+)
+from megatron_async_rl.policy.checkpoint_folder import step_of
+from megatron_async_rl.policy.checkpoint_folder import steps as checkpoints
+from megatron_async_rl.samples.frames import SegmentBroken
+from megatron_async_rl.samples.recorded import NotRecorded, RecordedBatches
+
+LAYOUT = ("policy.parallel", "policy.device", "policy.tokens_per_micro_batch")
+"""Keys that change only the order of additions."""
+USED = ("model", "policy", "objective", "controls", "run.seed", "run.steps", "watchdog")
+"""Keys that the trainer reads; the recorded samples replace the others."""
+TEMPERATURE = "rollout.sampling.temperature"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Consecutive steps with the same settings."""
+
+    first: int
+    last: int
+    start: Start | None
+    config_file: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayPlan:
+    """Steps that a replay repeats. checkpoint: folder with the weights of the step before the
+    first; null for the model. requested: first step that the user requested; the steps before it
+    lead to it."""
+
+    run_dir: Path
+    stretches: Sequence[Stretch]
+    checkpoint: Path | None
+    requested: int
+    changes: Sequence[str] = ()
+    """The user's overrides."""
+
+    @property
+    def is_what_if(self) -> bool:
+        """True if the user changes more than the layout."""
+        return any(not _names(change, LAYOUT) for change in self.changes)
+
+    @property
+    def first(self) -> int:
+        return self.stretches[0].first
+
+    @property
+    def last(self) -> int:
+        return self.stretches[-1].last
+
+
+def plan_replay(
+    run_dir: Path, first: int | None, count: int | None, changes: Sequence[str]
+) -> ReplayPlan:
+    """Return the steps to repeat. first: null for the oldest that can be repeated; count: null for
+    all up to the last. Raises UserError for a run that cannot be replayed from there, with what can
+    be."""
+    for change in changes:
+        if not _names(change, (*USED, TEMPERATURE)):
+            key = change.partition("=")[0]
+            raise UserError.of(
+                key,
+                "has no effect on a replay, which trains on recorded samples without engines",
+                f"change keys of {', '.join(USED)} or {TEMPERATURE}",
+            )
+    if not (run_dir / "config.yaml").is_file():
+        what = f"{run_dir} has no config.yaml: it is not a run"
+        raise UserError.of("RUN", what, "name a run directory, the `run.dir` of its config")
+    log = _recorded_steps(run_dir)
+    saved = {step_of(path): path for path in checkpoints(run_dir / "checkpoint")}
+    requested = _first_step(log, saved) if first is None else first
+    if requested > log.last_step:
+        what = f"the last recorded step is {log.last_step}"
+        raise UserError.of("--from", what, f"name a step up to {log.last_step}")
+    # The newest checkpoint before the requested step needs the fewest steps in between.
+    before = max((step for step in saved if step < requested), default=0)
+    if (why := log.missing(before + 1)) is not None:
+        raise UserError.of("RUN", why, _alternative(log, saved))
+    last = log.last_step if count is None else min(requested + count - 1, log.last_step)
+    return ReplayPlan(
+        run_dir=run_dir,
+        stretches=stretches(run_dir, read_starts(run_dir), before + 1, last),
+        checkpoint=saved.get(before),
+        requested=requested,
+        changes=changes,
+    )
+
+
+class _ReplayableSteps:
+    """Steps whose batches are known. recorded: null for a supervised run, because data and seed
+    determine its batches. last_step: newest step that was trained and logged."""
+
+    def __init__(self, recorded: RecordedBatches | None, last_step: int) -> None:
+        self._recorded = recorded
+        self.last_step = last_step
+
+    def missing(self, step: int) -> str | None:
+        """Return why the batch of a step cannot be read; null if it can."""
+        try:
+            if self._recorded is not None:
+                self._recorded.batch(step)
+        except NotRecorded as error:
+            return str(error)
+        except SegmentBroken as error:
+            return f"{error.path} {error.what}"
+        return None
+
+
+def _recorded_steps(run_dir: Path) -> _ReplayableSteps:
+    """Raises UserError for a run without a log or without a step."""
+    rows = read_newest(run_dir, 1)
+    last, recorded = int(number(rows[-1], "step") or 0) if rows else 0, None
+    if not load(run_dir / "config.yaml").supervised:
+        with reading_log():
+            recorded = RecordedBatches(run_dir)
+            # A crash in a step leaves its batch in the log without a line of metrics.
+            last = min(last, recorded.last_step)
+    if not last:
+        raise UserError.of("RUN", f"{run_dir} has made no step", "wait for its first step")
+    return _ReplayableSteps(recorded, last)
+
+
+@contextmanager
+def reading_log() -> Iterator[None]:
+    """Turn errors of the sample log into a UserError."""
+    try:
+        yield
+    except NotRecorded as error:
+        fix = "name a run that was made with samples.keep_mib above 0"
+        raise UserError.of("RUN", str(error), fix) from error
+    except SegmentBroken as error:
+        raise UserError.of("RUN", f"{error.path} {error.what}", error.fix) from error
+
+
+def _beginnings(log: _ReplayableSteps, saved: dict[int, Path]) -> Iterator[int]:
+    """Yield the steps from which a replay can start: after the model or a checkpoint."""
+    for step in (0, *sorted(saved)):
+        if step < log.last_step and log.missing(step + 1) is None:
+            yield step + 1
+
+
+def _first_step(log: _ReplayableSteps, saved: dict[int, Path]) -> int:
+    return next(_beginnings(log, saved), 1)
+
+
+def _alternative(log: _ReplayableSteps, saved: dict[int, Path]) -> str:
+    first = next(_beginnings(log, saved), None)
+    if first is not None:
+        return f"replay from step {first} on (--from {first})"
+    return (
+        "no recorded step follows the model or a kept checkpoint: raise samples.keep_mib or"
+        " checkpoint.keep in the next run"
+    )
+
+
+def stretches(run_dir: Path, starts: list[Start], first: int, last: int) -> list[Stretch]:
+    """Divide the steps by the settings of the starts that made them."""
+    found: list[Stretch] = []
+    for step in range(first, last + 1):
+        start = start_of_step(starts, step)
+        if found and _alike(found[-1].start, start):
+            found[-1] = replace(found[-1], last=step)
+        else:
+            file = run_dir / "config.yaml" if start is None else config_of(run_dir, start)
+            found.append(Stretch(first=step, last=step, start=start, config_file=file))
+    return found
+
+
+def _alike(before: Start | None, start: Start | None) -> bool:
+    """Return True if two starts make the same bits of the same batch."""
+    if before is None or start is None:
+        return before is start
+    names = ("config", "device", "ranks", "layout", "threads", "software")
+    return all(getattr(before, name) == getattr(start, name) for name in names)
+
+
+def _names(change: str, keys: Sequence[str]) -> bool:
+    """Return True if an override sets one of the keys or something in them."""
+    key = change.partition("=")[0].strip()
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
