@@ -16,7 +16,7 @@ Invariants, in addition to those of the files (samples/segments.py):
 - the run's events record a damaged or missing file and a gap in `seq`. Such files stay as they are;
   only a torn tail is cut off;
 - the log contains one evaluation of each version, however often it was begun;
-- the segments use at most `keep_mib`, but at least the newest is kept.
+- the segments use at most `keep_mib`, with the exceptions of log_retention.py.
 """
 
 from __future__ import annotations
