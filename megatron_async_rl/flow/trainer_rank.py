@@ -59,6 +59,7 @@ class TrainerRank:
         """Device memory of the policy; null until it is built."""
         self._staging: Staging | None = None
         self._digests: WeightDigests | None = None
+        """Null in a run with engines, whose staging computes the digests."""
         self._shards: WeightShards | None = None
         self._digest = ""
         """Digest of the weights of `version`, from `publish` on."""
@@ -69,11 +70,12 @@ class TrainerRank:
         """Set the source of the weights for `publish`. A run without engines has no receivers; it
         computes digests alone."""
         weights, layout = self.config.weights, self.layout
+        sender: WeightDigests
         if self.config.has_engines:
-            self._staging = staging_of(weights.transport, layout.device, layout)
-        self._digests = self._staging or WeightDigests(layout)
-        max_bytes = weights.bucket_mib * 2**20
-        self._shards = WeightShards(exporter, self._digests.reached, max_bytes)
+            self._staging = sender = staging_of(weights.transport, layout.device, layout)
+        else:
+            self._digests = sender = WeightDigests(layout)
+        self._shards = WeightShards(exporter, sender.reached, weights.bucket_mib * 2**20)
 
     def begin(self, version: int, resumed: dict[str, Any] | None, oldest: int) -> None:
         """Begin the run at `version`; `resumed`: content of the checkpoint. `oldest`: the oldest
@@ -151,9 +153,10 @@ class TrainerRank:
             self.layout.barrier()
 
     def _stage(self) -> None:
-        if self._digests is None or self._shards is None:
+        if self._shards is None:
             return
         if self._staging is None:
+            assert self._digests is not None, "stage_from comes first"
             digests = self._digests.digests(
                 self.version, self._shards.buckets, self._shards.parts()
             )

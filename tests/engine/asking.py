@@ -4,13 +4,15 @@ call `report` repeatedly."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.columns import samples_of
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Aborted, Request
+
+ATTEMPTS = 40
 
 
 def submit(handle: Any, requests: Sequence[Request]) -> None:
@@ -34,6 +36,13 @@ def report(handle: Any, timeout_s: float = 5.0) -> EngineReport:
 
 def finished(received: EngineReport) -> list[Sample]:
     return samples_of(received.finished)
+
+
+def attempts(purpose: str) -> Iterator[int]:
+    """Yield the numbers of repeated attempts: responses may finish before a test acts on them. The
+    test ends the loop. Raises AssertionError after ATTEMPTS."""
+    yield from range(ATTEMPTS)
+    raise AssertionError(f"no response was {purpose} in {ATTEMPTS} attempts")
 
 
 def grown(handle: Any) -> set[str]:

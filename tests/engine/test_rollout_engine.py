@@ -18,7 +18,7 @@ from megatron_async_rl.rollout.engine_process import EngineStartError
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
 from megatron_async_rl.weights.manifest import WeightMismatch
-from tests.engine.asking import abort, grown, outcomes, report, sampled, submit
+from tests.engine.asking import abort, attempts, grown, outcomes, report, sampled, submit
 from tests.engine.reference import checkpoint_weights, save_checkpoint
 from tests.engine.running import (
     CHECKPOINTS,
@@ -223,7 +223,7 @@ def test_responses_in_flight_continue_through_an_update_with_a_version_per_token
     the new weights, which attend to keys and values of the old weights."""
     handle = engines.handles[KEEP]
     both: list[Sample] = []
-    while len(both) < 8:  # repeated, because many responses may finish before the update
+    for _ in attempts("sampled by both versions, 8 of them,"):
         old = engines.version
         requests = engines.requests([prompt_of(4, seed) for seed in range(16)], 4)
         submit(handle, requests)
@@ -234,6 +234,8 @@ def test_responses_in_flight_continue_through_an_update_with_a_version_per_token
         assert len(samples) == len(ids)
         assert {v for one in samples for v in one.versions.tolist()} <= {old, old + 1}
         both += [sample for sample in samples if len(set(sample.versions.tolist())) == 2]
+        if len(both) >= 8:
+            break
     under_old = []
     for sample in both:
         logprobs = torch.from_numpy(sample.behavior_logprobs.copy())
@@ -251,7 +253,7 @@ def test_an_aborted_response_has_its_sampled_tokens_and_continues_with_other_wei
 ) -> None:
     handle, old = engines.handles[KEEP], engines.version
     prefixes: dict[str, PartialResponse] = {}
-    while len(prefixes) < 3:  # repeated, because many responses may finish before the abort
+    for _ in attempts("aborted before its end, 3 of them,"):
         requests = engines.requests([prompt_of(7, seed) for seed in range(6)], 1)
         submit(handle, requests)
         early = grown(handle)
@@ -259,6 +261,8 @@ def test_an_aborted_response_has_its_sampled_tokens_and_continues_with_other_wei
         abort(handle, [*ids, "no-such-request"])
         aborted = [outcome for outcome in outcomes(handle, ids) if isinstance(outcome, Aborted)]
         prefixes = {one.id: one.partial for one in aborted if one.partial is not None}
+        if len(prefixes) >= 3:
+            break
     uncut = {sample.id: sample for sample in sampled(handle, requests)}
     engines.publish(0)
     by_id = {request.id: request for request in requests}
@@ -283,7 +287,7 @@ def test_reports_without_results_show_that_responses_grow(engines: Engines) -> N
     import ray
 
     handle, grew = engines.handles[KEEP], False
-    while not grew:  # repeated, because all responses may finish before the first report
+    for _ in attempts("running during a report"):
         requests = engines.requests([prompt_of(5, seed) for seed in range(8)], 1)
         submit(handle, requests)
         running = {request.id for request in requests}
@@ -291,6 +295,8 @@ def test_reports_without_results_show_that_responses_grow(engines: Engines) -> N
             report = ray.get(handle.report.remote(0.05), timeout=400)
             running -= set(report.finished.column("id").to_pylist())
             grew |= report.sampling
+        if grew:
+            break
     assert not ray.get(handle.report.remote(0.05), timeout=400).sampling
 
 

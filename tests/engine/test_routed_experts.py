@@ -13,7 +13,7 @@ import pytest
 
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Aborted, PartialResponse
-from tests.engine.asking import abort, grown, outcomes, sampled, submit
+from tests.engine.asking import abort, attempts, grown, outcomes, sampled, submit
 from tests.engine.environments import AGENT, WORDY
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import (
@@ -66,7 +66,7 @@ def cut(engines: Engines, version: int | None = None) -> tuple[list, dict[str, P
     by request. `version`: checkpoint that is loaded before the abort and samples the last tokens of
     each prefix."""
     handle, prefixes = engines.handles[0], {}
-    while not prefixes:  # repeated until a request is aborted before its end
+    for _ in attempts("aborted before its end"):
         requests = engines.requests([prompt_of(9, seed) for seed in range(6)], 1)
         submit(handle, requests)
         done = grown(handle)
@@ -82,6 +82,8 @@ def cut(engines: Engines, version: int | None = None) -> tuple[list, dict[str, P
             if one.partial is not None
             and (version is None or len(set(one.partial.versions.tolist())) == 2)
         }
+        if prefixes:
+            break
     return [
         replace(one, prefix=prefixes[one.id]) for one in requests if one.id in prefixes
     ], prefixes

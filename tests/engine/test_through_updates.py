@@ -21,7 +21,7 @@ from megatron_async_rl.samples.types import Aborted
 from megatron_async_rl.watchdog.watch import remote_cause
 from megatron_async_rl.weights.collective import Sender
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
-from tests.engine.asking import abort, finished, grown, outcomes, report, sampled, submit
+from tests.engine.asking import abort, attempts, finished, grown, outcomes, report, sampled, submit
 from tests.engine.running import (
     CHECKPOINTS,
     DOUBLE,
@@ -244,7 +244,7 @@ def test_an_aborted_response_continues_on_another_engine_with_its_versions_and_l
 ) -> None:
     first, second = engines.handles[KEEP], engines.handles[RECOMPUTE]
     through: set[str] = set()
-    while not through:  # repeated until a response is aborted after the update, not before
+    for _ in attempts("aborted after the update, not before"):
         requests = engines.requests([prompt_of(12, seed) for seed in range(6)], 1)
         submit(first, requests)
         done = grown(first)
@@ -260,6 +260,8 @@ def test_an_aborted_response_continues_on_another_engine_with_its_versions_and_l
         through = {
             one for one, prefix in prefixes.items() if len(set(prefix.versions.tolist())) == 2
         }
+        if through:
+            break
     before = engines.version
     engines.publish(3)
     continued = [

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.weights.manifest import WeightMismatch
-from tests.engine.asking import grown, outcomes, submit
+from tests.engine.asking import attempts, grown, outcomes, submit
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import TOLERANCE, Engines, prompt_of, running, spans
 from tests.staged import flip_a_bit
@@ -50,7 +50,7 @@ def test_four_workers_sample_with_new_weights_like_one_and_verify_every_part(
 ) -> None:
     (handle,) = engines.handles
     through: list[Sample] = []
-    while not through:  # repeated until a response continues after the update
+    for _ in attempts("continued after the update"):
         requests = engines.requests([prompt_of(9, seed) for seed in range(6)], 2)
         submit(handle, requests)
         early = grown(handle)
@@ -58,6 +58,8 @@ def test_four_workers_sample_with_new_weights_like_one_and_verify_every_part(
         ids = [request.id for request in requests if request.id not in early]
         samples = [sample for sample in outcomes(handle, ids) if isinstance(sample, Sample)]
         through = [sample for sample in samples if len(set(sample.versions.tolist())) == 2]
+        if through:
+            break
     for sample in through:
         (old, start, end), (new, since, _) = spans(sample)
         assert engines.difference(0, sample, old, start, end) < TOLERANCE

@@ -338,7 +338,10 @@ def test_a_replay_of_the_recorded_batches_has_the_same_weights(
     if first > 1:
         repeated["checkpoint"] = run_dir / "checkpoint" / f"step_{first - 1:08d}"
     again = loop.config(
-        f"replay {first}", *asynchronous, f"run.replay={json.dumps(repeated, default=str)}"
+        f"replay {first}",
+        *asynchronous,
+        "checkpoint.every=0",
+        f"run.replay={json.dumps(repeated, default=str)}",
     )
     engines = Engines()
     replay_dir = loop.run(again, engines)

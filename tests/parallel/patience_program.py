@@ -98,8 +98,10 @@ def unasked(batches: object) -> tuple[float, int]:
 def rank_of_a_run(version: int, folder: Path) -> TrainerRank:
     """Rank of a run between an evaluation and the checkpoint."""
     config: Any = SimpleNamespace(
-        run=SimpleNamespace(dir=folder, steps=STEPS),
-        model=SimpleNamespace(path="m"),
+        run=SimpleNamespace(dir=folder, steps=STEPS, last_step=STEPS),
+        model=SimpleNamespace(path="m", dtype="float32"),
+        engine_dtype="float32",
+        policy=SimpleNamespace(lora=None, fp8=None),
         rollout=None,
         eval=None,
         supervised=False,

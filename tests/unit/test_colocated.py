@@ -36,7 +36,7 @@ from megatron_async_rl.rollout.engine_process import EngineStartError
 from megatron_async_rl.watchdog.events import described, failure_of, out_of_memory
 from megatron_async_rl.watchdog.watch import DeadlineExceeded
 from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
-from megatron_async_rl.weights.manifest import BucketRef, WeightMismatch
+from megatron_async_rl.weights.manifest import BucketRef, Manifest, WeightMismatch
 from tests.cases import looped
 from tests.staged import parts, specs
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest
@@ -141,21 +141,32 @@ class Parts:
 
 def trainer(folder: Path, parts: Parts) -> TrainerRank:
     config: Any = SimpleNamespace(
-        run=SimpleNamespace(dir=folder, steps=1),
+        run=SimpleNamespace(dir=folder, steps=1, last_step=1, replay=None),
+        model=SimpleNamespace(path="m", dtype="float32"),
+        engine_dtype="float32",
+        policy=SimpleNamespace(lora=None, fp8=None),
         rollout=SimpleNamespace(placement="colocated"),
+        has_engines=True,
         eval=None,
         supervised=False,
         colocated=True,
     )
     rank = TrainerRank(config, Alone())  # type: ignore[arg-type]
     rank.rank0.open = lambda *_, **__: None  # type: ignore[method-assign]
+    rank.rank0.digested = lambda *_: None  # type: ignore[method-assign]
+    stage = parts.part("stage")
+
+    def staged(*_: Any) -> Manifest:
+        stage()
+        return Manifest(buckets=(), digests={})
+
     rank.memory = SimpleNamespace(release=parts.part("release"), restore=parts.part("restore"))  # type: ignore[assignment]
     batches = StandIn()
     batches.sleep, batches.publish = parts.part("sleep"), parts.part("staged")  # type: ignore[method-assign]
     rank.rank0._batches = batches  # type: ignore[attr-defined]
     rank._shards = SimpleNamespace(buckets=(), parts=tuple)  # type: ignore[assignment]
     rank._staging = SimpleNamespace(  # type: ignore[assignment]
-        stage=parts.part("stage"), release=lambda: None, on_demand=False
+        stage=staged, release=lambda: None, on_demand=False
     )
     return rank
 
@@ -260,7 +271,7 @@ def test_while_rank_0_waits_the_ranks_fill_the_buckets_that_engines_want(
             unfinished=lambda _: True, means={}, before=None, after=None
         )  # type: ignore[assignment]
         rank.rank0.take_evaluations = lambda wait: lender._wait()  # type: ignore[method-assign]
-        rank.config.model = SimpleNamespace(path=tmp_path)  # type: ignore[assignment]
+        rank.config.model = SimpleNamespace(path=tmp_path, dtype="float32")  # type: ignore[assignment]
         rank.rank0.position = lambda: None  # type: ignore[method-assign]
         rank.state()
     else:
