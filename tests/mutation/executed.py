@@ -89,12 +89,22 @@ class ExecutedFunctions:
         return self._found[file]
 
     def fastest_with(
-        self, files: Sequence[str], file: str, place: str, timeout_s: float
-    ) -> list[str]:
-        """Return those of the test files `files` that execute `place` of `file`, fastest first."""
-        found = [(self.of(test, timeout_s), test) for test in files]
-        chosen = [(one.seconds, test) for one, test in found if among(one.functions, file, place)]
-        return [test for _, test in sorted(chosen)]
+        self,
+        files: Sequence[str],
+        file: str,
+        place: str,
+        timeout_s: float,
+        near: Sequence[str] = (),
+    ) -> list[tuple[str, float]]:
+        """Return those of the test files `files` that execute `place` of `file`, with seconds: the
+        fastest first, after the two nearest of `near`."""
+        found = {test: self.of(test, timeout_s) for test in files}
+        chosen = {
+            test: one.seconds for test, one in found.items() if among(one.functions, file, place)
+        }
+        first = [test for test in near if test in chosen][:2]
+        rest = sorted(chosen.keys() - set(first), key=lambda test: (chosen[test], test))
+        return [(test, chosen[test]) for test in (*first, *rest)]
 
     def _record(self, file: str, timeout_s: float) -> list[str]:
         environment = dict(os.environ)

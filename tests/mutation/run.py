@@ -68,9 +68,9 @@ DOCUMENTED = {
 }
 """Beginning of a file -> the test that compares its values with a page of docs/. Such values are
 read when a module is imported, so no test executes their lines."""
-PROCESS_TESTS = 4
-"""Number of the nearest, and of the fastest, test files with processes that judge a mutant that the
-others leave."""
+PROCESS_TESTS_S = 120.0
+"""Total duration of the test files with processes that judge a mutant that the others leave; one
+file may take longer."""
 TESTS_S = 60.0
 """Total duration of the tests of one round that execute a mutant's lines."""
 NAMED_TESTS_S = 900.0
@@ -338,7 +338,6 @@ class Judge:
         self._nearest = nearest
         self._map = ImportMap(workspace.root)
         self._baselines: dict[str, Baseline] = {}
-        self._passing: dict[str, bool] = {}
         self._cache = ROOT / "build" / "mutation"
         self._digests = {
             str(path.relative_to(workspace.root)): hashlib.sha256(path.read_bytes()).hexdigest()[
@@ -376,26 +375,27 @@ class Judge:
     def _killer_in_processes(self, mutant: Mutant) -> str | None:
         """The first test file with ranks, engines or commands that fails, or null. Whole files run,
         because functions executed in other processes are known by file."""
-        files = self._map.tests(PROCESSES)
-        fastest = self._executed.fastest_with(files, mutant.file, mutant.place, FILE_S)
-        near = [one for one in self._map.nearest(mutant.file, PROCESSES) if one in fastest]
-        for file in dict.fromkeys([*near[:PROCESS_TESTS], *fastest[:PROCESS_TESTS]]):
-            if self._passes(file) and self.verdict_of(mutant, [file]) != "survived":
-                # Again without the mutant: a test that fails on a busy machine kills none.
-                del self._passing[file]
-                if self._passes(file):
-                    return file
+        near = self._map.nearest(mutant.file, PROCESSES)
+        left_s = PROCESS_TESTS_S
+        for file, seconds in self._executed.fastest_with(
+            self._map.tests(PROCESSES), mutant.file, mutant.place, FILE_S, near
+        ):
+            if seconds > left_s and left_s < PROCESS_TESTS_S:
+                break
+            left_s -= seconds
+            # Recorded files pass. A test that fails once may also fail without the mutant, on a
+            # busy machine, and then kills none.
+            if self.verdict_of(mutant, [file]) != "survived" and self._passes(file):
+                return file
         return None
 
     def _passes(self, file: str) -> bool:
-        """True if the file's tests pass without a mutant."""
-        if file not in self._passing:
+        """Return True if the file's tests pass without a mutant."""
 
-            def act() -> int:
-                return _pytest([file], object(), "-x")
+        def act() -> int:
+            return _pytest([file], object(), "-x")
 
-            self._passing[file] = self._workspace.run(act, NAMED_TESTS_S) == 0
-        return self._passing[file]
+        return bool(self._workspace.run(act, NAMED_TESTS_S) == 0)
 
     def verdict_of(self, mutant: Mutant, tests: list[str]) -> str:
         """Return `survived` or `killed` with the named tests, without a choice by their lines."""
