@@ -328,6 +328,10 @@ def _pytest(files: Iterable[str], plugin: Any, *options: str) -> int:
     )
 
 
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
 class Judge:
     """Decides which mutants survive. Baselines are kept in `build/mutation` of the checkout, by a
     digest of the test file. A baseline is measured again if it executes the mutant's file and that
@@ -340,9 +344,7 @@ class Judge:
         self._baselines: dict[str, Baseline] = {}
         self._cache = ROOT / "build" / "mutation"
         self._digests = {
-            str(path.relative_to(workspace.root)): hashlib.sha256(path.read_bytes()).hexdigest()[
-                :16
-            ]
+            str(path.relative_to(workspace.root)): _digest_of(path)
             for path in (workspace.root / PACKAGE).rglob("*.py")
         }
         self._mutated = ""
