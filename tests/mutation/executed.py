@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist")
 RECORDER = Path("benchmarks") / "call_recorder" / "sitecustomize.py"
 
 
@@ -108,11 +109,10 @@ class ExecutedFunctions:
 
     def _record(self, file: str, timeout_s: float) -> list[str]:
         environment = dict(os.environ)
-        options = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist")
         try:
             with recorded(self._root, environment) as functions:
                 done = subprocess.run(
-                    [sys.executable, "-m", "pytest", *options, file],
+                    [*PYTEST, file],
                     cwd=self._root,
                     env=environment,
                     capture_output=True,

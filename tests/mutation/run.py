@@ -47,9 +47,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.mutation.executed import RECORDER, ExecutedFunctions, among, recorded
+from tests.mutation.executed import PYTEST, RECORDER, ExecutedFunctions, among, recorded
 from tests.mutation.mutants import Mutant, package_mutants, sample
-from tests.mutation.nearest import PROCESSES, ImportMap
+from tests.mutation.nearest import FOLDERS, PROCESSES, ImportMap
 
 # Threads of libraries would not exist after a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -355,8 +355,9 @@ class Judge:
         """Return `survived`, or the reason why the mutant was killed."""
         self._mutated = mutant.file
         places = {f"{mutant.file}:{line}" for line in range(mutant.lines[0], mutant.lines[1] + 1)}
-        files = self._map.nearest(mutant.file)
-        near, far = files[: self._nearest], files[self._nearest :]
+        near = self._map.nearest(mutant.file)[: self._nearest]
+        # All others: a module that is found by its name, such as a loss, is imported by no test.
+        far = [one for one in self._map.tests(FOLDERS) if one not in (*near, WHOLE_LOOP)]
         others: list[tuple[float, str]] = []
         executed = False
         # Most mutants only need the baseline of one file.
@@ -387,27 +388,23 @@ class Judge:
             left_s -= seconds
             # Recorded files pass. A test that fails once may also fail without the mutant, on a
             # busy machine, and then kills none.
-            if self.verdict_of(mutant, [file]) != "survived" and self._passes(file):
+            if self.verdict_of(mutant, [file]) != "survived" and self._passes([file]):
                 return file
         return None
 
-    def _passes(self, file: str) -> bool:
-        """Return True if the file's tests pass without a mutant."""
-
-        def act() -> int:
-            return _pytest([file], object(), "-x")
-
-        return bool(self._workspace.run(act, NAMED_TESTS_S) == 0)
-
     def verdict_of(self, mutant: Mutant, tests: list[str]) -> str:
         """Return `survived` or `killed` with the named tests, without a choice by their lines."""
-
-        def act() -> int:
-            return _pytest(tests, object(), "-x")
-
         with self._workspace.mutated(mutant):
-            found = self._workspace.run(act, NAMED_TESTS_S)
-        return "survived" if found == 0 else "named tests"
+            return "survived" if self._passes(tests) else "named tests"
+
+    def _passes(self, tests: list[str]) -> bool:
+        """Return True if the tests pass with the present files."""
+
+        # A process of its own: ranks and engines do not start from a fork of this one.
+        def act() -> int:
+            return subprocess.run([*PYTEST, *tests], check=False).returncode
+
+        return bool(self._workspace.run(act, NAMED_TESTS_S) == 0)
 
     def _within(self, tests: list[str], seconds: float) -> list[str]:
         """Return the first tests whose total duration is at most `seconds`, but at least one."""
