@@ -156,6 +156,8 @@ def test_every_finding_has_a_fix_unless_the_hardware_lacks_it(machine, broken_in
     assert all(f"    {one.fix}\n" in printed for one in findings if one.fix)
     missing = [one for one in findings if one.state == "missing"]
     assert all(f"\n{one.part}: {one.advice}\n" in printed for one in missing)
+    names = ", ".join(one.part for one in missing)
+    assert " ".join(printed.split()).endswith(f"not ready: {names}.")
 
 
 @pytest.mark.parametrize("checkout", [True, False])

@@ -48,7 +48,7 @@ from megatron_async_rl.rollout.environments.transcript import (
     TurnRequest,
 )
 from megatron_async_rl.rollout.isolation import child
-from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
+from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError, UserProcess
 from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
@@ -1010,3 +1010,22 @@ def test_prompts_name_the_tools_if_their_template_can(tmp_path: Path) -> None:
     assert '"name"' not in rendered_prompt(TEMPLATE)
     with pytest.raises(DataError, match="does not read `tools`"):
         rendered_prompt("{% for m in messages %}{{ m.content }}{% endfor %}", **times)
+
+
+def test_a_process_that_is_killed_before_it_connects_ends_without_its_socket() -> None:
+    sent, ended, aborted = [], [], []
+    supervisor: Any = SimpleNamespace(send_command=lambda *command: sent.append(command))
+    transport: Any = SimpleNamespace(abort=lambda: aborted.append(True))
+
+    async def check() -> None:
+        process = UserProcess(
+            supervisor, 3, lambda _: None, lambda process, why: ended.append((process.number, why))
+        )
+        process.kill()
+        process.ended("was killed")
+        assert ended == [(3, "it was killed")]
+        process.connection_made(transport)
+        assert aborted == [True]
+
+    asyncio.run(check())
+    assert sent == [("kill", 3)]

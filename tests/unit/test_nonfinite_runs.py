@@ -158,6 +158,13 @@ def test_the_checkpoint_before_the_newest_stays_until_a_step_has_proven_the_newe
     assert removed == [steps[1], steps[0]]
     assert checkpoint_folder.outdated(steps[3], None, set(steps)) == []
     assert checkpoint_folder.outdated(steps[3], 3, set(steps)) == [steps[0]]
+    # Checkpoints of an earlier process count once they were read and found intact.
+    read = []
+    monkeypatch.setattr(checkpoint_folder, "_is_intact", lambda path: not read.append(path))
+    checked: set = set()
+    for _ in range(2):
+        assert checkpoint_folder.outdated(steps[3], 3, checked) == [steps[0]]
+    assert read == [steps[2], steps[1]], "each is read once"
 
 
 @looped("bad", [float("nan"), float("inf"), float("-inf")])

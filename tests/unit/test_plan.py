@@ -25,10 +25,11 @@ from typer.testing import CliRunner
 from megatron_async_rl import cli
 from megatron_async_rl.config.engine_options import cpu_head_sizes
 from megatron_async_rl.config.load import dump, load
-from megatron_async_rl.config.problem import ConfigError, number_of
+from megatron_async_rl.config.problem import ConfigError, Problem, number_of
 from megatron_async_rl.flow.colocated import PHASES
 from megatron_async_rl.plan import totals
 from megatron_async_rl.plan.fit import ipc_bucket_bytes, twin_bytes
+from megatron_async_rl.plan.host import engines_on
 from megatron_async_rl.plan.layer_memory import layer_activations, stores_scores
 from megatron_async_rl.plan.layout import rank_coordinates, rank_environment
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine, size
@@ -341,6 +342,32 @@ def test_experts_are_divided_over_the_ranks_of_a_stage(tmp_path, layout, wrong, 
     )
     assert keys(planned) == [f"policy.parallel.{key}" for key in wrong]
     assert named in "".join(problem.what for problem in planned.problems)
+
+
+@pytest.mark.parametrize(("count", "more"), [(6, 0), (7, 1)])
+def test_a_plan_shows_the_first_problems_and_the_number_of_the_others(file, count, more):
+    planned = plan(file)
+    problems = [Problem(key=f"key_{n}", what="is wrong", fix="change it") for n in range(count)]
+    console = Console(file=StringIO(), width=200)
+    show_plan(replace(planned, problems=tuple(problems)), load(file), LAPTOP, console)
+    printed = console.file.getvalue()
+    assert all((f"key_{n}" in printed) == (n < 6) for n in range(count))
+    assert ("more\n" in printed) == bool(more)
+    assert not more or f"... and {more} more\n" in printed
+
+
+def test_engines_are_counted_on_the_machines_that_may_have_them(file):
+    config = load(file, ["rollout.engines=5", "weights.transport=relay"])
+
+    def counts(**machines: int) -> list[int]:
+        machine = replace(LAPTOP, described=True, **machines)
+        total = machine.nodes + machine.engine_nodes
+        return [engines_on(config, machine, "cpu", node) for node in range(total)]
+
+    assert counts(nodes=2) == [3, 3]
+    assert counts(nodes=1, engine_nodes=2) == [0, 3, 3]
+    config = load(file, ["rollout.engines=5"])
+    assert counts(nodes=2) == [5, 0]
 
 
 def test_a_dense_model_has_no_experts_to_divide(file):

@@ -369,6 +369,14 @@ def test_the_command_takes_the_rates_of_a_run(measured: Path) -> None:
             "engines and policy take turns",
         ),
         (["flow.selection={name: exact_lag, lag: 2}", "--async-ratio", "1"], "exact_lag has"),
+        (
+            [
+                *("objective={loss: sft, advantage: none}", "rollout=null", "eval=null"),
+                *("flow={prompts_per_step: 8, group_size: 1, async_ratio: 0}", "controls=[]"),
+                "weights.transport=shared_memory",
+            ],
+            "a supervised run has no engines",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_with_its_reason(
