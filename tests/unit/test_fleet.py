@@ -7,10 +7,12 @@ import asyncio
 
 import pytest
 
+from megatron_async_rl.flow.engine_task import EngineSlot, PendingRequest
 from megatron_async_rl.flow.errors import EngineFailed
+from megatron_async_rl.flow.router import Lanes
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Request
-from tests.unit.fake_engine import FakeEngine, FakeLaunch, partial
+from tests.unit.fake_engine import FakeEngine, FakeLaunch, partial, specs
 from tests.unit.fleet_harness import fleet_of, ids, never, requests
 from tests.unit.flow_setup import PROMPTS, run, until
 
@@ -290,3 +292,21 @@ def test_without_engines_of_their_own_held_out_requests_come_first_and_can_be_ta
         await harness.close()
 
     run(body)
+
+
+def test_while_engines_load_their_share_of_all_requests_is_left_for_them() -> None:
+    lanes = Lanes(8, separate=False)
+    slots = [EngineSlot(spec) for spec in specs(2)]
+    for slot, version in zip(slots, (1, 0), strict=True):
+        slot.engine, slot.serving, slot.version = FakeEngine(), True, version
+    pending = [PendingRequest(request, 1) for request in requests(6)]
+    slots[0].held.update({one.request.id: one for one in pending[:2]})
+    for one in pending[2:]:
+        lanes.add(one)
+    lanes.place(slots)
+    # Half of the two requests that the first engine holds and of the four that waited.
+    assert [len(slot.held) for slot in slots] == [3, 0]
+    assert lanes.waiting() == 3
+    slots[1].version = 1
+    lanes.place(slots)
+    assert [len(slot.held) for slot in slots] == [3, 3]
