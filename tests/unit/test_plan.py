@@ -27,7 +27,7 @@ from megatron_async_rl.config.engine_options import cpu_head_sizes
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import ConfigError, Problem, number_of
 from megatron_async_rl.flow.colocated import PHASES
-from megatron_async_rl.plan import totals
+from megatron_async_rl.plan import fit, totals
 from megatron_async_rl.plan.fit import ipc_bucket_bytes, twin_bytes
 from megatron_async_rl.plan.host import engines_on
 from megatron_async_rl.plan.layer_memory import layer_activations, stores_scores
@@ -1533,6 +1533,15 @@ def test_a_rank_too_large_for_its_gpu_is_refused_with_a_fix(tmp_path):
     assert "needed of the 40.0 GiB that a GPU has (gradients 29.9 GiB, parameters 15.0" in output
     assert "policy.parallel.tensor: 2 (then" in output
     assert "distributed_optimizer" not in output, "it is on"
+
+
+def test_a_change_that_the_rules_refuse_hides_no_other(tmp_path, monkeypatch):
+    file, machine = large_model(tmp_path), described_machine(gpus=8, gpu_memory_gib=40, nodes=1)
+    helpful = "policy.parallel.distributed_optimizer"
+    changes = [("flow.group_size", 0), (helpful, True)]
+    monkeypatch.setattr(fit, "_changes", lambda *_: iter(changes))
+    problems = plan(file, *EIGHT_RANKS, f"{helpful}=false", machine=machine).problems
+    assert any(f"set {helpful}: true (then" in problem.fix for problem in problems)
 
 
 def test_every_key_in_a_fix_lowers_the_memory(tmp_path):
