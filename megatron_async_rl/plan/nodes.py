@@ -51,7 +51,7 @@ class NodeReport:
     host: str
     software: dict[str, str] = field(default_factory=dict)
     gpus: Sequence[Gpu] = ()
-    """Its GPUs; empty if trainer ranks may use some of them."""
+    """GPUs of the machine; empty if trainer ranks may use some of them."""
     unreached: str = ""
     """Reason why it cannot connect to rank 0's machine; empty if it can."""
     silent: str = ""

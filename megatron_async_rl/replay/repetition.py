@@ -214,14 +214,14 @@ def _announce(plan: ReplayPlan, out: Path, console: Console) -> None:
 
 
 def _show_other_inputs(stretch: Stretch, replay_dir: Path, console: Console) -> None:
-    """Print what else than the settings was different at the start of the run."""
+    """Print the inputs, besides settings, that differ from those at the start of the run."""
     own = read_starts(replay_dir)
     if stretch.start is None or not own:
         return
     here, there = own[-1], stretch.start
     found = []
     if here.step == there.step and here.weights != there.weights:
-        found.append("the weights at the beginning: the model's files have changed")
+        found.append("the weights at the beginning")
     if here.data and here.data != there.data:
         found.append("the data")
     if here.device != there.device:
@@ -265,6 +265,8 @@ def _report(
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     missing = plan.last - plan.first + 1 - found.steps
+    if missing > 0:
+        show(f"{number_of('step', missing, 'was', 'were')} not repeated")
     if found.without_digest:
         count = number_of("step", found.without_digest, "has", "have")
         show(f"{count} no digest in the run's metrics: they cannot be compared")

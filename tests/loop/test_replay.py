@@ -145,6 +145,21 @@ def test_another_layout_has_a_tolerance_and_each_step_its_own_settings(resumed: 
     assert "identical bits" in shown or "the tolerance is 0.001" in shown
 
 
+def test_a_replay_that_ends_early_compares_what_it_made_and_fails(
+    resumed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = repetition.launch
+
+    def stop_after_one_part(config: Config, *others: Any) -> int:
+        launched(config, *others)
+        return 130
+
+    monkeypatch.setattr(repetition, "launch", stop_after_one_part)
+    code, shown = repeated(resumed)
+    assert code == 130
+    assert "4 steps were not repeated\n2 steps, identical bits\n" in shown
+
+
 def test_only_a_new_directory_takes_a_replay(resumed: Path, tmp_path: Path) -> None:
     for out in (resumed, resumed / "config.yaml"):
         with pytest.raises(UserError, match="is not an empty directory"):
