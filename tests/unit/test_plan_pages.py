@@ -1,0 +1,298 @@
+"""Whole plans, as `mar plan` prints them, and the exact bytes and seconds behind the printed numbers.
+
+Other tests derive single numbers by hand; these pages show what a change of the arithmetic or the
+screen alters. After an intended change:
+
+    python -m tests.unit.test_plan_pages     writes tests/data/plans again; review the difference
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from megatron_async_rl.config.load import load
+from megatron_async_rl.plan.estimate import Estimate
+from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine
+from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.plan.plan import make_plan
+from megatron_async_rl.plan.screen import show_plan
+from megatron_async_rl.plan.totals import PromptLengths, TrainingSource
+from tests.published_models import PUBLISHED, write_config
+from tests.written_run import config_tree, write_model
+
+PAGES = Path(__file__).parents[1] / "data" / "plans"
+LAPTOP = Machine(
+    cores=2, memory=16 * GIB, free_memory=9 * GIB, shared_memory=2 * GIB, gpus=(), nodes=1
+)
+SERVER = Machine(
+    cores=64,
+    memory=512 * GIB,
+    shared_memory=64 * GIB,
+    gpus=(Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), used=300 * MIB, index="0"),) * 8,
+    transformer_engine="2.12.0",
+)
+
+
+def h200s(nodes: int, engine_nodes: int = 0, memory: int = 0) -> Machine:
+    machine = described_machine(
+        gpus=8, gpu_memory_gib=141, nodes=nodes, engine_nodes=engine_nodes, chip=CHIPS["h200"]
+    )
+    return replace(machine, memory=memory)
+
+
+MIXTURE, DENSE = "Qwen3-30B-A3B", "Qwen3-8B"
+LENGTHS = PromptLengths(longest=400, mean=150.5, prompts=1000)
+SOURCES = (
+    TrainingSource(label="words.jsonl", rows=700, weight=3.0),
+    TrainingSource(label="sums.jsonl", rows=300),
+)
+GPU = ("policy.device=cuda", "model.dtype=bfloat16", "rollout.sampling.max_tokens=1024")
+RECOMPUTED = "objective={loss: decoupled_ppo, proximal: recompute, minibatches: 3, epochs: 2}"
+CASES: dict[str, tuple[str, Machine, tuple[str, ...]]] = {
+    "laptop": ("tiny", LAPTOP, ()),
+    "laptop_value": (
+        "tiny",
+        LAPTOP,
+        (
+            "policy.parallel={ranks: 2, tensor: 2, sequence: true}",
+            "objective={loss: ppo_clip, advantage: gae, value: {}, minibatches: 3, epochs: 2}",
+            "policy.sequence=packed",
+            "policy.recompute=selective",
+            "eval={every: 2, samples_per_prompt: 3}",
+            "data.eval=held.jsonl",
+        ),
+    ),
+    "laptop_adapters": (
+        "tiny",
+        LAPTOP,
+        (
+            "policy.lora={rank: 3, dropout: 0.1, targets: [q_proj, o_proj, up_proj]}",
+            "policy.optimizer.log_update_norm=true",
+            "checkpoint.asynchronous=false",
+            "rollout.engines=3",
+            "rollout.kv_cache_gib=0.001",
+        ),
+    ),
+    "laptop_supervised": (
+        "tiny",
+        LAPTOP,
+        (
+            "objective={loss: sft, advantage: none}",
+            "flow.prompts_per_step=5",
+            "flow.group_size=1",
+            "flow.async_ratio=0",
+            "rollout=null",
+        ),
+    ),
+    "laptop_gemma": (
+        "gemma",
+        LAPTOP,
+        ("policy.recompute=full", "objective={loss: reinforce, kl: {coef: 0.1}, reference: {}}"),
+    ),
+    "server": (
+        DENSE,
+        SERVER,
+        (
+            *GPU,
+            "policy.tokens_per_micro_batch=4096",
+            "policy.parallel={ranks: 4, tensor: 2}",
+            "rollout.engines=4",
+        ),
+    ),
+    "server_float32": (
+        DENSE,
+        SERVER,
+        (
+            *GPU,
+            "model.dtype=float32",
+            "policy.parallel={ranks: 4, tensor: 4, sequence: true}",
+            "rollout.engines=2",
+            "rollout.tensor=2",
+            "policy.layers=local",
+            "policy.sequence=packed",
+            "controls=[displacement]",
+        ),
+    ),
+    "server_colocated": (
+        DENSE,
+        SERVER,
+        (
+            *GPU,
+            "rollout.placement=colocated",
+            "rollout.engines=8",
+            "rollout.gpu_memory_utilization=0.5",
+            "policy.parallel={ranks: 8, tensor: 2}",
+            "weights.transport=cuda_ipc",
+            "flow.prompts_per_step=8",
+            "flow.async_ratio=0",
+            "policy.recompute=full",
+            "policy.optimizer.moment_offload=cpu",
+            "checkpoint.asynchronous=false",
+            "rollout.vllm={enforce_eager: true}",
+        ),
+    ),
+    "server_fp8": (
+        DENSE,
+        SERVER,
+        (
+            *GPU,
+            "policy.fp8={recipe: blockwise, primary_weights: true, first_last_layers_bf16: 2}",
+            "policy.parallel={ranks: 4, pipeline: 2}",
+            "rollout.engines=2",
+            "rollout.tensor=2",
+            "rollout.pipeline=1",
+            "objective={loss: reinforce, proximal: snapshot, corrections: [{name: tis}]}",
+            "controls=[{name: gac, reference_dtype: bf16, reference_offload: cpu}]",
+        ),
+    ),
+    "cluster_fp8_cast": (
+        DENSE,
+        h200s(2, memory=200 * GIB),
+        (
+            *GPU,
+            "policy.fp8={recipe: delayed}",
+            "policy.recompute=selective",
+            "policy.parallel={ranks: 8, pipeline: 2, virtual_pipeline: 3, context: 2}",
+            "flow.prompts_per_step=7",
+            RECOMPUTED,
+            "rollout.engines=4",
+            "rollout.pipeline=2",
+            "weights.transport=relay",
+        ),
+    ),
+    "cluster_context": (
+        DENSE,
+        h200s(2),
+        (
+            *GPU,
+            "policy.parallel={ranks: 8, context: 2, tensor: 2}",
+            "policy.layers=local",
+            "policy.sequence=packed",
+            "policy.optimizer={gradient_dtype: bfloat16, moment_dtype: bfloat16}",
+            "objective={loss: reinforce, advantage: {name: opob, mode: exact}}",
+            "rollout.engines=8",
+            "weights.transport=collective",
+        ),
+    ),
+    "cluster_mixture": (
+        MIXTURE,
+        h200s(1, 1),
+        (
+            *GPU,
+            "policy.parallel={ranks: 8, expert: 8}",
+            "rollout.engines=4",
+            "rollout.tensor=2",
+            "policy.routing_replay=rollout",
+            "policy.recompute=full",
+            "policy.optimizer.moment_offload=cpu",
+            "weights.transport=relay",
+            "objective={loss: reinforce, proximal: recompute}",
+            "flow.async_ratio=0.5",
+        ),
+    ),
+    "cluster_many": (
+        DENSE,
+        h200s(12, 6),
+        (
+            *GPU,
+            "policy.parallel={ranks: 72, pipeline: 6, tensor: 4, overlap_grad_reduce: true}",
+            "flow.prompts_per_step=100",
+            "flow.group_size=3",
+            "rollout.engines=24",
+            "weights.transport=relay",
+            "objective={loss: reinforce, proximal: ewma, reference: {ema: 0.9}, kl: {coef: 0.1}}",
+            "policy.optimizer.moment_offload=cpu",
+        ),
+    ),
+    "cluster_adapters": (
+        DENSE,
+        h200s(1),
+        (
+            *GPU,
+            "policy.lora={rank: 16, dropout: 0.1}",
+            "policy.parallel={ranks: 4, tensor: 2, sequence: true}",
+            "rollout.engines=4",
+            "objective={loss: ppo_clip, kl: {coef: 0.1, where: reward}, reference: {}}",
+        ),
+    ),
+    "too_small": (
+        DENSE,
+        h200s(1, memory=40 * GIB),
+        (
+            *GPU,
+            "policy.parallel={ranks: 1}",
+            "policy.tokens_per_micro_batch=262144",
+            "rollout.engines=9",
+            "rollout.sampling.max_tokens=30000",
+        ),
+    ),
+}
+
+
+def tree_of(folder: Path) -> Path:
+    """Write a config file, next to a directory for each model."""
+    file = folder / "config.yaml"
+    tree = config_tree()
+    del tree["policy"], tree["flow"]
+    tree["flow"] = {"prompts_per_step": 8, "group_size": 4}
+    file.write_text(yaml.safe_dump(tree))
+    for name in (DENSE, MIXTURE):
+        assert name in PUBLISHED
+        write_config(folder / name, name)
+    write_model(folder / "tiny")
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    activation = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8}
+    write_model(folder / "gemma", **gemma, **activation, tie_word_embeddings=True)
+    return file
+
+
+def page(file: Path, name: str) -> str:
+    model, machine, overrides = CASES[name]
+    config = load(file, [f"model.path={file.parent / model}", *overrides])
+    shape, _ = read_model(config.model.path)
+    assert shape is not None
+    plan = make_plan(config, machine, shape, lengths=LENGTHS, sources=SOURCES)
+    console = Console(file=StringIO(), width=100)
+    show_plan(plan, config, machine, console, notes=("a note",))
+    assert isinstance(console.file, StringIO)
+    lines = [console.file.getvalue()]
+    exact: dict[str, Any] = {f"rank {rank.stage}": asdict(rank) for rank in plan.ranks}
+    if isinstance(plan.estimate, Estimate):
+        exact["estimate"] = asdict(plan.estimate)
+    exact |= {str(type(one)): asdict(one) for one in (plan.batch, plan.totals) if one is not None}
+    exact["engine"] = None if plan.engine is None else asdict(plan.engine)
+    for host in plan.hosts:
+        exact[f"host {host.first}"] = [asdict(part) for part in host.parts]
+    exact["peaks"] = {str(phase): str(need) for phase, need in plan.peaks.items()}
+    exact["routed bytes"] = plan.routed_bytes
+    lines += [f"{key}: {json.dumps(value, default=str)}" for key, value in exact.items()]
+    return "\n".join(lines).replace(str(file.parent), "FOLDER") + "\n"
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tree_of(tmp_path_factory.mktemp("plans"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_whole_plan_is_the_one_on_its_page(
+    file: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert page(file, name) == (PAGES / f"{name}.txt").read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        written = tree_of(Path(folder))
+        for case in CASES:
+            (PAGES / f"{case}.txt").write_text(page(written, case), encoding="utf-8")
