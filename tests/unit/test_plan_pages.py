@@ -1,35 +1,24 @@
-"""Whole plans, as `mar plan` prints them, and the exact bytes and seconds behind the printed numbers.
-
-Other tests derive single numbers by hand; these pages show what a change of the arithmetic or the
-screen alters. After an intended change:
-
-    python -m tests.unit.test_plan_pages     writes tests/data/plans again; review the difference
-"""
+"""Whole plans, as `mar plan` prints them, and the exact bytes and seconds behind the numbers."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-from dataclasses import asdict, replace
-from io import StringIO
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
 from megatron_async_rl.config.load import load
-from megatron_async_rl.plan.estimate import Estimate
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.plan.screen import show_plan
 from megatron_async_rl.plan.totals import PromptLengths, TrainingSource
 from tests.published_models import PUBLISHED, write_config
+from tests.stored_pages import RecordedConsole, listed, require_page
 from tests.written_run import config_tree, write_model
 
-PAGES = Path(__file__).parents[1] / "data" / "plans"
 LAPTOP = Machine(
     cores=2, memory=16 * GIB, free_memory=9 * GIB, shared_memory=2 * GIB, gpus=(), nodes=1
 )
@@ -261,21 +250,19 @@ def page(file: Path, name: str) -> str:
     shape, _ = read_model(config.model.path)
     assert shape is not None
     plan = make_plan(config, machine, shape, lengths=LENGTHS, sources=SOURCES)
-    console = Console(file=StringIO(), width=100)
+    console = RecordedConsole()
     show_plan(plan, config, machine, console, notes=("a note",))
-    assert isinstance(console.file, StringIO)
-    lines = [console.file.getvalue()]
-    exact: dict[str, Any] = {f"rank {rank.stage}": asdict(rank) for rank in plan.ranks}
-    if isinstance(plan.estimate, Estimate):
-        exact["estimate"] = asdict(plan.estimate)
-    exact |= {str(type(one)): asdict(one) for one in (plan.batch, plan.totals) if one is not None}
-    exact["engine"] = None if plan.engine is None else asdict(plan.engine)
-    for host in plan.hosts:
-        exact[f"host {host.first}"] = [asdict(part) for part in host.parts]
-    exact["peaks"] = {str(phase): str(need) for phase, need in plan.peaks.items()}
-    exact["routed bytes"] = plan.routed_bytes
-    lines += [f"{key}: {json.dumps(value, default=str)}" for key, value in exact.items()]
-    return "\n".join(lines).replace(str(file.parent), "FOLDER") + "\n"
+    exact: dict[str, Any] = {
+        **{f"rank {rank.stage}": rank for rank in plan.ranks},
+        "estimate": plan.estimate,
+        "batch": plan.batch,
+        "totals": plan.totals,
+        "engine": plan.engine,
+        **{f"host {host.first}": host.parts for host in plan.hosts},
+        "peaks": plan.peaks,
+        "routed bytes": plan.routed_bytes,
+    }
+    return (console.text + listed(exact)).replace(str(file.parent), "FOLDER")
 
 
 @pytest.fixture(scope="module")
@@ -288,11 +275,4 @@ def test_a_whole_plan_is_the_one_on_its_page(
     file: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert page(file, name) == (PAGES / f"{name}.txt").read_text(encoding="utf-8")
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        written = tree_of(Path(folder))
-        for case in CASES:
-            (PAGES / f"{case}.txt").write_text(page(written, case), encoding="utf-8")
+    require_page(f"plans/{name}", page(file, name))
