@@ -28,12 +28,12 @@ def require_page(name: str, text: str) -> None:
 
 
 def listed(values: dict[str, Any]) -> str:
-    """Return the exact values, one a line, as JSON."""
+    """Return the values, one a line, as JSON."""
     return "".join(f"{key}: {json.dumps(plain(value))}\n" for key, value in values.items())
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON stores it."""
+    """Return `value` as JSON stores it; floats with seven digits, as on any machine."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, dict):
@@ -41,7 +41,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
     if hasattr(value, "tolist"):
-        return value.tolist()
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
