@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.plan import make_plan
@@ -276,3 +278,140 @@ def test_a_whole_plan_is_the_one_on_its_page(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     require_page(f"plans/{name}", page(file, name))
+
+
+VARIANTS: dict[str, tuple[str, Machine, tuple[str, ...]]] = {
+    "tiny": (
+        "tiny",
+        LAPTOP,
+        (
+            "policy.parallel={ranks: 2, tensor: 2}; policy.parallel={ranks: 3, tensor: 2}",
+            "policy.parallel={ranks: 4, tensor: 2, context: 2}",
+            "policy.parallel={ranks: 6, tensor: 2, context: 2}",
+            "policy.parallel={ranks: 4, tensor: 4}; policy.parallel={ranks: 3, pipeline: 3}",
+            "policy.parallel.sequence=true; policy.parallel.virtual_pipeline=2",
+            "policy.parallel={ranks: 2, pipeline: 2, virtual_pipeline: 2}",
+            "policy.parallel={ranks: 2, pipeline: 2, virtual_pipeline: 1}",
+            "policy.parallel.expert=2; policy.routing_replay=rollout",
+            "policy.parallel={ranks: 3}; policy.parallel={ranks: 32}; policy.parallel={ranks: 33}",
+            "objective.minibatches=8; objective.minibatches=8 policy.parallel.ranks=8",
+            "objective.minibatches=8 policy.parallel.ranks=4",
+            "objective.minibatches=3 policy.parallel.ranks=16 flow.group_size=2",
+            "policy.tokens_per_micro_batch=408; policy.tokens_per_micro_batch=407",
+            "rollout.max_context=64; rollout.max_context=65; rollout.max_context=8",
+            "rollout.max_context=9; rollout.sampling.max_tokens=63; rollout.sampling.max_tokens=64",
+            "policy.device=cuda; rollout.engines=2; rollout.engines=1 eval={} data.eval=x.jsonl",
+            "rollout.tensor=2; rollout.tensor=4; rollout.pipeline=2; rollout.pipeline=3",
+            "rollout.vllm={enable_expert_parallel: true} rollout.tensor=2",
+            "rollout.vllm={kv_cache_dtype: fp8}; rollout.vllm={quantization: fp8_per_channel}",
+            "policy.lora={rank: 16}; policy.lora={rank: 17}; policy.lora={rank: 4}",
+            "policy.optimizer={warmup_steps: 3}; policy.optimizer={warmup_steps: 4}",
+            "policy.optimizer={warmup_steps: 24} objective.minibatches=2 objective.epochs=3",
+            "policy.optimizer={min_lr: 1e-6}; policy.optimizer={min_lr: 2e-6}",
+            "rollout.kv_cache_gib=0.0001; rollout.kv_cache_gib=0.0002; rollout.kv_cache_gib=0.004",
+            "weights.transport=relay; weights.transport=collective; weights.transport=cuda_ipc",
+            "rollout.placement=colocated weights.transport=cuda_ipc flow.async_ratio=0",
+            "rollout.placement=colocated flow.async_ratio=0",
+            "checkpoint.every=0; checkpoint.every=2",
+            "policy.fp8={recipe: tensorwise}; policy.layers=transformer_engine",
+        ),
+    ),
+    "dense": (
+        DENSE,
+        SERVER,
+        (
+            "policy.parallel={ranks: 8}; policy.parallel={ranks: 7}; policy.parallel={ranks: 9}",
+            "policy.parallel={ranks: 4} rollout.engines=4 rollout.tensor=2",
+            "policy.parallel={ranks: 4} rollout.engines=5 rollout.pipeline=2",
+            "policy.parallel={ranks: 4} rollout.engines=4; policy.parallel.sequence=true",
+            "policy.parallel={ranks: 4} rollout.engines=3 rollout.tensor=2 rollout.pipeline=2",
+            "policy.fp8={recipe: mxfp8}; policy.fp8={recipe: blockwise} policy.layers=local",
+            "policy.fp8={recipe: blockwise, first_last_layers_bf16: 17}",
+            "policy.fp8={recipe: blockwise, first_last_layers_bf16: 18}",
+            "policy.fp8={recipe: tensorwise} policy.parallel={ranks: 8, tensor: 8}",
+            "policy.lora={rank: 1024}; policy.lora={rank: 1025}",
+            "rollout.gpu_memory_utilization=0.1; rollout.gpu_memory_utilization=0.2",
+            "rollout.gpu_memory_utilization=1.0; rollout.gpu_memory_utilization=0.98",
+            "policy.parallel={ranks: 8, tensor: 4, pipeline: 2} rollout.engines=4",
+            "policy.recompute=full policy.parallel={ranks: 4, pipeline: 4, virtual_pipeline: 9}",
+            "policy.parallel={ranks: 4, pipeline: 4, virtual_pipeline: 2}",
+            "rollout.placement=colocated weights.transport=cuda_ipc flow.async_ratio=0",
+            "rollout.placement=colocated weights.transport=cuda_ipc flow.async_ratio=0"
+            " rollout.engines=2 rollout.tensor=2 policy.parallel.ranks=3",
+            "rollout.placement=colocated flow.async_ratio=0 rollout.engines=9",
+            "rollout.placement=colocated flow.async_ratio=0 policy.parallel.ranks=8",
+            "rollout.placement=colocated flow.async_ratio=0 policy.parallel={ranks: 8, tensor: 4}"
+            " rollout.gpu_memory_utilization=0.3 policy.recompute=full",
+            "weights.bucket_mib=1024 weights.transport=collective",
+            "rollout.sampling.max_tokens=40960; rollout.max_context=40961",
+            "rollout.vllm={quantization: fp8_per_channel}",
+            "rollout.vllm={quantization: fp8_per_channel} objective.corrections=[{name: tis}]",
+        ),
+    ),
+    "mixture": (
+        MIXTURE,
+        h200s(2),
+        (
+            "policy.parallel={ranks: 16, expert: 8}; policy.parallel={ranks: 16, expert: 3}",
+            "policy.parallel={ranks: 16, expert: 16}; policy.parallel={ranks: 8, expert: 16}",
+            "policy.parallel={ranks: 16, tensor: 16}; policy.parallel={ranks: 16, tensor: 4}",
+            "policy.parallel={ranks: 15}; policy.parallel={ranks: 16, pipeline: 5}",
+            "policy.parallel={ranks: 16, expert: 8, tensor: 2}; policy.routing_replay=rollout",
+            "policy.parallel={ranks: 16, expert: 8, tensor: 2, sequence: true}",
+            "policy.routing_replay=proximal; policy.lora={rank: 4}; weights.transport=cuda_ipc",
+            "policy.lora={rank: 4, targets: [gate_proj, q_proj]}; policy.lora.targets=[q_proj]",
+            "policy.parallel={ranks: 16, expert: 8} weights.transport=relay rollout.engines=1",
+            "policy.parallel={ranks: 8, expert: 8} weights.transport=relay rollout.engines=8",
+            "policy.parallel={ranks: 8, expert: 8} weights.transport=relay rollout.engines=9",
+            "policy.parallel={ranks: 8, expert: 8} weights.transport=collective rollout.engines=3"
+            " rollout.tensor=4",
+            "policy.parallel={ranks: 8, expert: 8} weights.transport=collective rollout.engines=2"
+            " rollout.tensor=4",
+            "policy.fp8={recipe: blockwise}; policy.fp8={recipe: mxfp8}",
+            "rollout.vllm={enable_expert_parallel: true} rollout.tensor=4",
+        ),
+    ),
+    "engine_nodes": (
+        DENSE,
+        h200s(1, 1),
+        (
+            "weights.transport=shared_memory; weights.transport=relay rollout.engines=16",
+            "weights.transport=relay rollout.engines=15; weights.transport=cuda_ipc",
+            "weights.transport=relay rollout.engines=8 rollout.tensor=2",
+            "weights.transport=relay rollout.engines=7 rollout.tensor=2",
+            "weights.transport=collective rollout.tensor=8 policy.parallel.ranks=8",
+            "rollout=null objective={loss: sft, advantage: none} flow.group_size=1"
+            " flow.async_ratio=0 weights.transport=shared_memory",
+        ),
+    ),
+}
+
+
+def problems_of(file: Path, model: str, machine: Machine, overrides: list[str]) -> str:
+    """Return the problems and notes of a plan, or those of the config."""
+    device = ("policy.device=cuda", "model.dtype=bfloat16") if machine.gpus else ()
+    try:
+        config = load(file, [f"model.path={file.parent / model}", *device, *overrides])
+    except ConfigError as error:
+        return f"{error}\n"
+    shape, _ = read_model(config.model.path)
+    plan = make_plan(config, machine, shape, lengths=LENGTHS)
+    console = RecordedConsole()
+    for part in (*plan.problems, *(f"note: {one}" for one in plan.warnings)):
+        console.print(str(part), markup=False, highlight=False, soft_wrap=True)
+    unfit = [plan.problems.index(one) for one in plan.unfit]
+    shown = [one.device for one in plan.processes if one.name.startswith("engine")]
+    return f"{console.text}{plan.nodes} {plan.batch} {unfit} {', '.join(shown[:2])}\n"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_all_problems_of_plans_are_those_on_their_page(
+    file: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    model, machine, lines = VARIANTS[name]
+    text = ""
+    for given in "; ".join(lines).split("; "):
+        overrides = re.split(r" (?=[a-z_]+[.=])", given)
+        text += f"\n$ {given}\n{problems_of(file, model, machine, overrides)}"
+    require_page(f"plans/problems_of_{name}", text.replace(str(file.parent), "FOLDER"))
