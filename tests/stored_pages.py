@@ -27,6 +27,13 @@ def require_page(name: str, text: str) -> None:
     assert text == page.read_text(encoding="utf-8")
 
 
+def cases_of(name: str) -> list[str]:
+    """Return the cases of a page that has them itself: in lines that begin with `$ `, before their
+    results."""
+    lines = (PAGES / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    return [line[2:] for line in lines if line.startswith("$ ")]
+
+
 def listed(values: dict[str, Any]) -> str:
     """Return the values, one a line, as JSON."""
     return "".join(f"{key}: {json.dumps(plain(value))}\n" for key, value in values.items())
