@@ -6,6 +6,8 @@ intended change, `MAR_WRITE_PAGES=1 pytest TEST_FILE` writes its pages again: re
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import json
 import os
 from dataclasses import asdict, is_dataclass
@@ -16,6 +18,8 @@ from typing import Any
 from rich.console import Console
 
 PAGES = Path(__file__).parent / "data" / "pages"
+DIFFERENCES = 60
+"""Maximum number of lines of a difference that an error shows."""
 
 
 def require_page(name: str, text: str) -> None:
@@ -24,7 +28,11 @@ def require_page(name: str, text: str) -> None:
     if os.environ.get("MAR_WRITE_PAGES"):
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(text, encoding="utf-8")
-    assert text == page.read_text(encoding="utf-8")
+    stored = page.read_text(encoding="utf-8")
+    if text != stored:
+        lines = difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "now", n=1)
+        changed = "\n".join(line[:400] for line in itertools.islice(lines, DIFFERENCES))
+        raise AssertionError(f"{page} differs; MAR_WRITE_PAGES=1 writes it again:\n{changed}")
 
 
 def cases_of(name: str) -> list[str]:

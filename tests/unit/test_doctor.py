@@ -309,11 +309,16 @@ def test_every_finding_is_the_one_on_its_page(monkeypatch, tmp_path):
     below = replace(edge, cores=1, memory=6 * GIB - 1, shared_memory=GIB // 2 - 1)
     exact = {**TESTED, "torch": "2.13.0+cpu", "apex": "1"}
     cases = {
-        "edge": (edge, exact, "none|False|True|False|AVX512", {"avx512f", "avx512_bf16"}),
-        "below": (below, exact | {"torch": "2.13.5"}, "none|False|False|False|DEFAULT", set()),
-        "hopper": (hopper, exact | {"torch": "3.0"}, "13.0|True|True|True|AVX2", {"amx_tile"}),
-        "older CUDA": (hopper, {"ray": "1.0"}, "12.0|False|True|False|AVX2", {"avx512f"}),
-        "no CUDA": (hopper, {}, "none|False|True|False|AVX2", set()),
+        "edge": (edge, exact, "none|False|built|not built|AVX512", {"avx512f", "avx512_bf16"}),
+        "below": (
+            below,
+            exact | {"torch": "2.13.5"},
+            "none|False|not built|not built|DEFAULT",
+            set(),
+        ),
+        "hopper": (hopper, exact | {"torch": "3.0"}, "13.0|True|built|built|AVX2", {"amx_tile"}),
+        "older CUDA": (hopper, {"ray": "1.0"}, "12.0|False|built|not built|AVX2", {"avx512f"}),
+        "no CUDA": (hopper, {}, "none|False|built|not built|AVX2", set()),
     }
     text = ""
     for name, (machine, versions, answer, flags) in cases.items():
@@ -354,7 +359,7 @@ def test_torch_that_cannot_be_imported_is_one_finding(monkeypatch):
         None,
     )
     assert found.fix.startswith("pip install --force-reinstall --no-deps --index-url")
-    monkeypatch.setattr(doctor, "_query_output", lambda code: ("13.0|True|True|True|AVX2", ""))
+    monkeypatch.setattr(doctor, "_query_output", lambda code: ("13.0|True|built|built|AVX2", ""))
     findings, cuda = doctor._torch("cuda")
     assert ([one.state for one in findings], cuda) == (["ok"] * 4, "13.0")
 
