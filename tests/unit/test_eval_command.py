@@ -247,7 +247,7 @@ def test_a_result_is_shown_with_its_speed_even_if_every_reward_failed(
 
 
 calls: list[Any] = []
-"""What the stand-ins below did, in order."""
+"""Calls of the stand-ins below, in order."""
 
 
 class StandInFleet:

@@ -200,7 +200,7 @@ def test_a_picture_of_every_kind_of_panel_is_the_one_stored(
 
 
 def test_statistics_of_columns_are_those_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a whole and in a thinned run, added in blocks."""
+    """Rows of a whole and of a thinned run are added in blocks."""
     for name, value in (("KEPT", 16), ("NEWEST", 8), ("BUCKETS", 8)):
         monkeypatch.setattr(metric_rows, name, value)
     shown: dict[str, Any] = {}
