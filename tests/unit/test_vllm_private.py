@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import pickle
 import queue
 import re
 from concurrent.futures import Future
@@ -18,7 +19,13 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 import megatron_async_rl
-from megatron_async_rl.rollout.vllm import PRIVATE_NAMES, client, cpu_worker, engine_core
+from megatron_async_rl.rollout.vllm import (
+    PRIVATE_NAMES,
+    client,
+    cpu_worker,
+    engine_core,
+    receive,
+)
 from megatron_async_rl.rollout.vllm.loaded import Loaded
 from megatron_async_rl.weights.digest import partial_digest, tensor_digest
 from tests.cases import looped
@@ -286,3 +293,189 @@ def test_an_output_before_and_after_on_output_is_passed_on(early: bool) -> None:
         collector.put(output)
     assert received == [output]
     assert collector.get_nowait() is None
+
+
+class Steps:
+    """Stand-in for a reload, a watch or a reader that records its calls in one list."""
+
+    def __init__(self, calls: list[Any], name: str, **attributes: Any) -> None:
+        self._calls, self._name = calls, name
+        vars(self).update(attributes)
+
+    def __enter__(self) -> None:
+        self._calls.append(f"{self._name} on")
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.append(f"{self._name} off")
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self._calls.append((f"{self._name}.{method}", *arguments))
+
+        return call
+
+
+def receiver(*, lasting: bool, keeps: bool = False, **more: Any) -> tuple[Any, list[Any]]:
+    """Return a WeightReceiver at version 3 with recorded parts, and the record."""
+    calls: list[Any] = []
+    one: Any = receive.WeightReceiver.__new__(receive.WeightReceiver)
+    watch = Steps(calls, "watch", names=set(), offer=lambda name, _: watch.names.add(name))
+    vars(one).update(
+        _watch=watch,
+        _reload=Steps(calls, "reload", keeps=keeps),
+        _reader=Steps(calls, "reader", lasting=lasting),
+        _parameters=frozenset({"a", "b"}),
+        _loaded={"old"},
+        _incomplete=[],
+        _version=3,
+        _paths={"p2"},
+        _paths_before={"p1"},
+        receiver=None,
+        device=torch.device("cpu"),
+        model=SimpleNamespace(parameters=lambda: "parameters"),
+    )
+    vars(one).update(more)
+    return one, calls
+
+
+def bucket(path: str, *names: str) -> Any:
+    entries = [
+        {"name": name, "dtype": "float32", "shape": [2, 3], "offset": 0, "nbytes": 24}
+        for name in names
+    ]
+    return receive.BucketInfo(path=path, size=64, nbytes=24, entries=entries)
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_an_update_reads_its_buckets_and_keeps_those_of_two_versions(lasting: bool) -> None:
+    one, calls = receiver(lasting=lasting)
+    memory = torch.zeros(2, 3)
+    one._reader.read = lambda ref: ((entry.name, memory) for entry in ref.entries)
+
+    def load(offered: Any) -> set[str]:
+        tensors = dict(offered)
+        assert all(tensor is memory for tensor in tensors.values())
+        calls.append(("load", *tensors))
+        return set(tensors)
+
+    one._reload.load, one._reload.end = load, lambda: ["half"]
+    one.start_weight_update()
+    one.receive_weights(bucket("p3", "a", "b"))
+    one.receive_weights(bucket("p4", "c"))
+    one.finish_weight_update()
+    assert calls == [
+        *(("reload.begin",), ("watch.begin", "parameters")),
+        *("watch on", ("load", "a", "b"), "watch off"),
+        *("watch on", ("load", "c"), "watch off"),
+        *("watch on", "watch off"),
+        ("reader.keep", {"p2", "p3", "p4"} if lasting else ()),
+    ]
+    assert (one._loaded, one._incomplete) == ({"a", "b", "c"}, ["half"])
+    with pytest.raises(ValueError, match="update to version 3 has tensor a more than once"):
+        one.receive_weights(bucket("p5", "a"))
+
+
+@looped(
+    ("keeps", "lasting", "copied"),
+    [(True, True, False), (True, False, True), (False, False, False), (False, True, False)],
+)
+def test_a_tensor_is_copied_if_the_reload_outlives_its_bucket(
+    keeps: bool, lasting: bool, copied: bool
+) -> None:
+    one, _ = receiver(lasting=lasting, keeps=keeps)
+    memory = torch.ones(2, 3)
+    one._reader.read = lambda ref: [("a", memory)]
+    ((name, tensor),) = one._offered(bucket("p", "a").ref())
+    assert (name, tensor is not memory, torch.equal(tensor, memory)) == ("a", copied, True)
+
+
+def test_a_version_must_be_newer_than_the_engines() -> None:
+    one, calls = receiver(lasting=True)
+    for old in (2, 3):
+        with pytest.raises(ValueError, match=f"version {old} was refused: .*engine's version, 3$"):
+            one.accept(old)
+    one.accept(4)
+    assert one._version == 4
+    one.shutdown()
+    assert calls == [("reader.keep", ())]
+    one.receiver, one._reader = Steps(calls, "receiver"), None
+    one.shutdown()
+    assert calls[1:] == [("receiver.close",)]
+
+
+def test_a_bucket_has_its_entries_with_shapes() -> None:
+    reference = bucket("p", "a").ref()
+    assert (reference.path, reference.size, reference.nbytes) == ("p", 64, 24)
+    (entry,) = reference.entries
+    assert (entry.name, entry.shape, entry.nbytes) == ("a", (2, 3), 24)
+
+
+def test_an_update_that_left_out_a_part_of_a_fused_parameter_names_it() -> None:
+    parameters = ("l.0.qkv_proj.weight", "l.0.qkv_proj.bias", "l.0.o.weight", "norm", "qkv_proj.b")
+    fused = {"qkv_proj": ["q", "k"]}
+    received = {"l.0.q.weight", "l.0.k.weight", "l.0.k.bias", "q.b"}
+    missing = receive.missing_parameters(parameters, {"norm"}, received, fused)
+    assert missing == ["k.b", "l.0.o.weight", "l.0.q.bias"]
+
+    one, _ = receiver(lasting=True, _parameters=frozenset(f"w{n}" for n in range(10)))
+    one._loaded = {"w0"}
+    one._watch.names.update(("x", "y"))
+    expected = ", ".join(f"w{n}" for n in range(1, 9))
+    text = f"the update to version 3 had 2 tensors and left out 9: {expected}, ..."
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        one.require_complete()
+    one._loaded = {"w0", "w9"}
+    with pytest.raises(RuntimeError, match=r"left out 8: w1, w2, w3, w4, w5, w6, w7, w8$"):
+        one.require_complete()
+    one._loaded, one._incomplete = one._parameters, ["half"]
+    with pytest.raises(RuntimeError, match=r"left out 1: half$"):
+        one.require_complete()
+    one._incomplete = []
+    one.model.packed_modules_mapping = {"w1": ["part"]}
+    one._parameters = frozenset({"w1.weight"})
+    with pytest.raises(RuntimeError, match=r"left out 1: part\.weight$"):
+        one.require_complete()
+    one._watch.names.add("part.weight")
+    one.require_complete()
+
+
+def test_a_worker_accepts_a_version_before_it_changes_a_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+    worker: Any = Steps(calls, "worker", rank=1, device="cpu")
+    worker.weight_transfer_engine = Steps(calls, "engine", receiver=None, loaded=lambda: "parts")
+    load = receive.WeightLoadingWorker.load_weight_bucket
+    assert load(worker, {"b": 1}, 7, True, False) == {}
+    assert load(worker, {"b": 2}, 7, False, True) == "parts"
+    assert calls == [
+        ("engine.accept", 7),
+        ("worker.start_weight_update",),
+        ("worker.update_weights", {"b": 1}),
+        ("worker.update_weights", {"b": 2}),
+        ("worker.finish_weight_update",),
+        ("engine.require_complete",),
+    ]
+    calls.clear()
+
+    def made(rank: int, device: str) -> Steps:
+        calls.append((rank, device))
+        return Steps(calls, "receiver")
+
+    monkeypatch.setattr(receive, "Receiver", made)
+    for version in (1, 2):
+        receive.WeightLoadingWorker.receive_version(worker, pickle.dumps(version))
+    assert calls == [(1, "cpu"), ("receiver.receive", 1), ("receiver.receive", 2)]
+    monkeypatch.setattr(receive, "complete_cpu_worker", calls.append)
+    receive.WeightLoadingWorker.complete_on_cpu(worker)
+    assert calls[-1] is worker
+
+
+def test_a_receiver_starts_at_the_version_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, calls = receiver(lasting=True)
+    monkeypatch.setattr(receive, "remove_stale", lambda folder: calls.append(folder))
+    chosen = SimpleNamespace(reader=lambda: "reader")
+    monkeypatch.setattr(receive, "carrier", lambda name: calls.append(name) or chosen)
+    one.init_transfer_engine(receive.FirstVersion(version=9, transport="shared_memory"))
+    assert calls == [receive.SHARED_MEMORY, "shared_memory"]
+    assert (one._version, one._reader) == (9, "reader")
