@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import resource
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -405,3 +407,118 @@ def test_a_subreaper_ends_as_its_child_and_leaves_no_process(
     child.stdout.close()
     if sent is not None:
         assert len(others) == 2
+
+
+class Exited(BaseException):
+    """Stands for the end of the process."""
+
+
+@looped(
+    ("isolated", "user", "forked", "expected"),
+    [
+        (
+            True,
+            70000,
+            0,
+            [
+                *(("bound_files", 16), "fork", ("chdir", "/f"), "limit", ("switch_user", 70000)),
+                *("drop_capabilities", ("prctl", 38, 1, 0, 0, 0)),
+                *(("refuse_calls", sandboxed.FAMILIES), ("dup2", 2)),
+            ],
+        ),
+        (
+            False,
+            None,
+            0,
+            [
+                *("fork_under_subreaper", ("chdir", "/f"), "limit", "drop_capabilities"),
+                *(("prctl", 38, 1, 0, 0, 0), "landlock", ("refuse_calls", ()), ("dup2", 2)),
+            ],
+        ),
+        (True, None, 9, [("bound_files", 16), "fork", ("wait_for", 9), ("exit", 137)]),
+    ],
+)
+def test_the_source_runs_once_the_isolation_is_complete(
+    monkeypatch: pytest.MonkeyPatch, isolated: bool, user: int | None, forked: int, expected: Any
+) -> None:
+    events: list[Any] = []
+
+    def record(name: str, result: Any = None, only: slice = slice(None)) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            events.append((name, *given[only]) if given[only] else name)
+            return result
+
+        return call
+
+    def leave(code: int) -> None:
+        events.append(("exit", code))
+        raise Exited
+
+    nothing = slice(0, 0)
+    for name, made in {
+        "bound_files": record("bound_files"),
+        "fork_under_subreaper": record("fork_under_subreaper"),
+        "wait_for": record("wait_for", -9),
+        "limit": record("limit", only=nothing),
+        "switch_user": record("switch_user", only=slice(0, 1)),
+        "drop_capabilities": record("drop_capabilities"),
+        "restrict_with_landlock": record("landlock"),
+        "refuse_calls": record("refuse_calls"),
+        "run": record("run"),
+    }.items():
+        monkeypatch.setattr(sandboxed, name, made)
+    libc = Libc()
+    libc.calls = events
+    monkeypatch.setattr(sandboxed, "libc", libc)
+    monkeypatch.setattr(os, "fork", record("fork", forked))
+    monkeypatch.setattr(os, "chdir", record("chdir"))
+    monkeypatch.setattr(os, "dup2", record("dup2", only=slice(1, None)))
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setenv("PWD", "/")
+    local, remote = socket.socketpair()
+    settings = {
+        "control": remote.detach(),
+        "isolated": isolated,
+        "folder": "/f",
+        "file_mib": 16,
+        "user": user,
+    }
+    monkeypatch.setattr(sys, "argv", ["x", json.dumps(settings)])
+    source = "print('\u00e9')"
+    with local:
+        local.sendall(struct.pack("!I", len(source.encode())) + source.encode() + b"more")
+        if forked:
+            # This process does not end here, so `main` goes on and uses its closed socket.
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                sandboxed.main()
+            assert (events, local.recv(100)) == (expected, b"")
+            return
+        sandboxed.main()
+        assert events == [*expected, ("run", source)]
+        assert local.recv(100) == b"ready\n"
+        assert local.recv(100) == b""
+    assert "PWD" not in os.environ
+
+
+def test_a_failure_of_the_isolation_is_reported_and_runs_no_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise OSError("no subreaper")
+
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise Exited
+
+    monkeypatch.setattr(sandboxed, "fork_under_subreaper", fail)
+    monkeypatch.setattr(sandboxed, "run", lambda source: pytest.fail("the source runs"))
+    monkeypatch.setattr(os, "_exit", leave)
+    local, remote = socket.socketpair()
+    settings = {"control": remote.detach(), "isolated": False, "folder": "/f"}
+    monkeypatch.setattr(sys, "argv", ["x", json.dumps(settings)])
+    with local:
+        with pytest.raises(Exited):
+            sandboxed.main()
+        assert (local.recv(100), codes) == (b"failed no subreaper\n", [1])
