@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,14 @@ import pytest
 
 from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
-from megatron_async_rl.flow import agents
+from megatron_async_rl.flow import agents, batches, rank0
 from megatron_async_rl.flow.agents import Communicators, EngineCommunicator, RelaySpec, start_relay
-from megatron_async_rl.rollout import engine_process
+from megatron_async_rl.flow.controller_spec import DataState
+from megatron_async_rl.rollout import cluster, engine_process
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.engine_process import EngineStartError, RemoteEngine, start_engine
-from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.watchdog.watch import ProcessDied
+from megatron_async_rl.rollout.spec import HERE, EngineSpec
+from megatron_async_rl.watchdog.watch import DeadlineExceeded, ProcessDied
 from megatron_async_rl.weights.manifest import WeightUpdate
 from megatron_async_rl.weights.relay_server import RelayFailed
 
@@ -388,3 +390,217 @@ def test_the_processes_of_an_engine_have_their_start_times(monkeypatch: pytest.M
     assert [pid for pid, _ in found] == [os.getpid()]
     assert RemoteEngine(None).processes == ()
     assert isinstance(found[0][1], float)
+
+
+def test_an_engines_memory_is_named_by_its_place(ray: FakeRay, tmp_path: Path) -> None:
+    context = ray.get_runtime_context()
+    context.get_actor_id = lambda: 7
+    ray.get_runtime_context = lambda: context  # type: ignore[method-assign]
+    assert cluster._whereabouts(object()) == ("here", "7")
+
+    async def found(transport: str, node: str) -> tuple[str, str]:
+        actor = FakeActor([], {"__ray_call__": (node, "a1")})
+        spec = engine_spec(tmp_path, transport=transport)
+        return await cluster.node_of(actor), await cluster.memory_of(spec, actor)
+
+    for transport, node, memory in (
+        ("shared_memory", "here", HERE),
+        ("shared_memory", "b", "b"),
+        ("collective", "here", "engine-1@a1"),
+    ):
+        assert asyncio.run(found(transport, node)) == (node, memory)
+
+
+def test_the_trainers_gpus_are_reserved_or_named(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Any] = [["1", "0"]]
+    waits: list[Any] = []
+
+    def ray_get(call: Any, what: str, limit_s: float) -> Any:
+        call.close()
+        waits.append((what, limit_s))
+        if isinstance(held[0], BaseException):
+            raise held[0]
+        return held[0]
+
+    class Holder:
+        gpus = SimpleNamespace(remote=lambda: SimpleNamespace(close=lambda: None))
+
+    started: list[Any] = []
+
+    def options(**given: Any) -> Any:
+        started.append(given)
+        return SimpleNamespace(remote=Holder)
+
+    monkeypatch.setattr(ray, "remote", lambda made: SimpleNamespace(options=options))
+    monkeypatch.setattr(cluster, "ray_get", ray_get)
+    assert isinstance(cluster.reserve(["0", "1"], "node-b", "b"), Holder)
+    strategy = ("on", "node-b", False)
+    assert started == [{"num_cpus": 0, "num_gpus": 2, "scheduling_strategy": strategy}]
+    assert waits == [("Ray to reserve the trainer's GPUs", cluster.RESERVE_S)]
+    assert ray.calls == []
+    fix = "; wait for the other jobs of this Ray cluster, give the trainer other GPUs, or start"
+    for held[0], text in (
+        (DeadlineExceeded("late", 5.0), f"Ray has no 2 free GPUs on b for the trainer's ranks{fix}"),
+        (
+            ["3", "1"],
+            "the trainer's ranks use GPUs 0, 1 of b, and Ray has assigned some of them to other"
+            f" jobs; free GPUs: 1, 3{fix}",
+        ),
+    ):
+        ray.calls.clear()
+        with pytest.raises(cluster.TrainerDevicesTaken) as taken:
+            cluster.reserve(["0", "1"], "node-b", "b")
+        assert str(taken.value).startswith(text)
+        assert ray.calls == ["kill"]
+
+
+def test_a_rank_uses_the_gpu_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    for rank, gpu in (("0", "4"), ("1", "6"), (None, "4")):
+        monkeypatch.setenv("LOCAL_RANK", rank or "")
+        if rank is None:
+            monkeypatch.delenv("LOCAL_RANK")
+        assert cluster.gpu_of_rank() == gpu
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert cluster.visible_gpus() == ["0", "1", "2"]
+    monkeypatch.setattr(cluster, "executable", lambda name: None)
+    assert cluster.preloaded_worker() == {}
+    monkeypatch.setattr(cluster, "executable", lambda name: f"/{name}")
+    assert cluster.preloaded_worker() == {"runtime_env": {"py_executable": "/engines"}}
+
+
+def requests(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Return rank 0's requests to a controller that answers with `answers`, and their record."""
+    calls: list[Any] = []
+
+    class Controller:
+        def __getattr__(self, name: str) -> Any:
+            def remote(*given: Any) -> Any:
+                calls.append((name, *given))
+                future: Future[Any] = Future()
+                if name in answers:
+                    future.set_result(answers[name])
+                return SimpleNamespace(future=lambda: future, answer=answers.get(name))
+
+            return SimpleNamespace(remote=remote)
+
+    def ray_get(pending: Any, what: str, limit_s: float) -> Any:
+        calls.append((what, limit_s))
+        return pending.answer
+
+    monkeypatch.setattr(batches, "ray_get", ray_get)
+    one: Any = batches.RolloutBatches.__new__(batches.RolloutBatches)
+    vars(one).update(
+        _controller=Controller(),
+        _timeout_s=5.0,
+        _separate=True,
+        _released=None,
+        _buffer_request=None,
+        _buffer_filled=None,
+        _evaluation=None,
+        _results=[],
+        data={"d": 1},
+    )
+    return one, calls
+
+
+def test_rank_0_asks_the_controller_with_the_right_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = DataState(state={"s": 1}, data={})
+    one, calls = requests(monkeypatch, {"next_batch": "handout", "state": state})
+    assert one.next_batch(4) == "handout"
+    one.sleep()
+    one.until_loaded(4)
+    one.until_released(6)
+    one.publish(6, "manifest")
+    one.until_released(7)
+    assert one.state() == DataState(state={"s": 1}, data={"d": 1})
+    assert calls == [
+        *(("next_batch", 4), ("the batch for version 4", batches.DAY_S)),
+        *(("sleep",), ("the engines to sleep", batches.DAY_S)),
+        *(("loaded", 4), ("the engines to load version 4", batches.DAY_S)),
+        ("staged", 6, "manifest"),
+        ("engines to be done with version 5 before 7 takes its place", 5.0),
+        *(("state",), ("the controller's position", 5.0)),
+    ]
+
+
+def test_the_ranks_serve_one_buffer_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[str, Any] = {}
+    one, calls = requests(monkeypatch, answers)
+    made: Future[None] = Future()
+    made.set_result(None)
+    one.buffer_filled("bucket")
+    assert one.next_buffer_request(made) is None
+    assert one.next_buffer_request(made) is None  # the same request, without a second call
+    assert calls == [("next_buffer_request", "bucket")]
+    answers["next_buffer_request"] = "fill"
+    one._buffer_request = None
+    one.buffer_filled(None)
+    for _ in range(2):
+        assert one.next_buffer_request(Future()) == "fill"
+    assert calls[1:] == [
+        *(("next_buffer_request", None), ("the next bucket to fill", 5.0)) * 2,
+    ]
+
+
+def test_results_of_evaluations_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, calls = requests(monkeypatch, {"evaluate": "result"})
+    ready = [False]
+    monkeypatch.setattr(
+        batches.ray, "wait", lambda pending, timeout: (pending if ready[0] else [], [])
+    )
+    taken = ("the evaluation", batches.DAY_S)
+    one.evaluate(3)
+    assert (one.evaluated(), calls) == ([], [("evaluate", 3)])
+    ready[0] = True
+    assert (one.evaluated(), one.evaluated()) == (["result"], [])
+    one.evaluate(4)
+    ready[0] = False
+    one.evaluate(5)  # waits for the evaluation of 4
+    assert calls == [("evaluate", 3), taken, ("evaluate", 4), taken, ("evaluate", 5)]
+    assert one.evaluated(wait=True) == ["result", "result"]
+    one._separate = False
+    one.evaluate(6)
+    assert calls[-2:] == [("evaluate", 6), taken]
+    assert one.evaluated() == ["result"]
+
+
+def test_recorded_steps_are_read_one_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read: list[int] = []
+
+    class Recorded:
+        def __init__(self, run: Path) -> None:
+            pass
+
+        def batch(self, step: int) -> Any:
+            read.append(step)
+            return SimpleNamespace(version=step - 1)
+
+    monkeypatch.setattr(batches, "RecordedBatches", Recorded)
+    replay: Any = SimpleNamespace(run=tmp_path, first=3, last=5)
+    steps = batches.RecordedSteps(replay, tmp_path)
+    versions = [steps.next_batch(version).batch.version for version in (2, 3, 4)]  # type: ignore[union-attr]
+    assert (versions, read) == ([2, 3, 4], [3, 4, 5])
+    with pytest.raises(ValueError, match="the batch of version 4 was read for 7"):
+        steps.next_batch(7)
+    (tmp_path / batches.watch.STOP).touch()
+    assert steps.next_batch(7) is None
+    assert steps.state() == DataState(state={}, data={})
+    steps.close()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        steps._reader.submit(print)
+
+
+def test_other_ranks_have_no_batches() -> None:
+    other: Any = rank0.OtherRank()
+    with pytest.raises(RuntimeError, match="only rank 0 of a run with engines reaches them"):
+        other.engines  # noqa: B018
+    with pytest.raises(RuntimeError, match="only rank 0 of a supervised run has its responses"):
+        other.given  # noqa: B018
+    for call in (other.take_batch, other.next_batch):
+        with pytest.raises(RuntimeError, match="only rank 0 takes batches"):
+            call()
+    assert (other.position(), other.record_of(None)) == (None, {})

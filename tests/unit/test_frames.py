@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megatron_async_rl.samples.frames import (
+    CLOSED,
     HEADER_BYTES,
+    MARK_FILE,
     FrameWriter,
+    LogMark,
     SegmentBroken,
     count_frames,
     read_frames,
+    read_mark,
 )
 
 PAYLOADS = [b"first", b"", b"third " * 100]
@@ -44,3 +49,72 @@ def test_a_torn_tail_does_not_count(tmp_path: Path) -> None:
         assert [number for number, _ in read_frames(writer.path, torn=True)] == [0, 1]
         with pytest.raises(SegmentBroken, match="ends after 2 batches and had 3"):
             list(read_frames(writer.path, torn=True, minimum=3))
+
+
+def test_an_abandoned_file_keeps_its_whole_frames(tmp_path: Path) -> None:
+    writer = written(tmp_path / "a.open", 2)
+    assert (writer.frames, writer.size) == (2, writer.path.stat().st_size)
+    with writer.path.open("ab") as file:
+        file.write(b"a part of a frame")
+    writer.abandon()
+    (closed,) = tmp_path.iterdir()
+    assert closed.suffix == CLOSED
+    assert list(read_frames(closed)) == list(enumerate(PAYLOADS[:2]))
+    writer.abandon()  # without effect: it is closed
+    assert [*tmp_path.iterdir()] == [closed]
+
+
+def test_a_file_without_rows_is_removed(tmp_path: Path) -> None:
+    writer = written(tmp_path / "a.open", 0)
+    writer.remove()
+    assert [*tmp_path.iterdir()] == []
+    written(tmp_path / "b.open", 0).close(tmp_path / "c")
+    assert [one.name for one in tmp_path.iterdir()] == ["c"]
+
+
+def test_exchanged_repeated_and_added_frames_are_damage(tmp_path: Path) -> None:
+    writer = written(tmp_path / "a.open", 2)
+    whole = writer.path.read_bytes()
+    first = HEADER_BYTES + len(PAYLOADS[0])
+    writer.close(tmp_path / "closed")
+    closed = (tmp_path / "closed").read_bytes()
+    path = tmp_path / "damaged"
+    for content, what in (
+        (whole[first:] + whole[:first], "is damaged: frame 0 at byte 0 is another one"),
+        (whole[:first] * 2, f"is damaged: frame 1 at byte {first} is another one"),
+        (closed + b"\0", "is damaged: it continues after its end mark"),
+        (whole, "is damaged: it ends before its end mark"),
+        (closed[:-1], "is damaged: it ends before its end mark"),
+        (b"x" + closed[1:], "is damaged: the header at byte 0 is not valid"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(SegmentBroken) as broken:
+            list(read_frames(path))
+        assert what in str(broken.value)
+
+
+def test_a_mark_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None:
+    mark = LogMark(segment=2, closed=True, samples=3, outcomes=4)
+    path = tmp_path / MARK_FILE
+    assert read_mark(tmp_path) is None
+    path.write_text(mark.text())
+    assert read_mark(tmp_path) == mark
+    assert [mark.batches(one) for one in ("samples", "outcomes")] == [3, 4]  # type: ignore[arg-type]
+    fields = json.loads(mark.text())
+    for text, what in (
+        (json.dumps(fields | {"samples": 4}), "is damaged: its checksum does not match"),
+        (json.dumps(fields | {"closed": 1}), "is damaged: a mark has other fields than segment,"),
+        (json.dumps(mark.as_json()), "is damaged: 'checksum'"),
+        ("[]", "is damaged: 'str' object cannot"),
+        ("{", "is damaged: Expecting property name"),
+        (None, "cannot be read: Is a directory"),
+    ):
+        if text is None:
+            path.unlink()
+            path.mkdir()
+        else:
+            path.write_text(text)
+        with pytest.raises(SegmentBroken) as broken:
+            read_mark(tmp_path)
+        assert what in str(broken.value)
+        assert "restore it from a copy, or remove it" in str(broken.value)
