@@ -442,7 +442,10 @@ def test_the_trainers_gpus_are_reserved_or_named(
     assert ray.calls == []
     fix = "; wait for the other jobs of this Ray cluster, give the trainer other GPUs, or start"
     for held[0], text in (
-        (DeadlineExceeded("late", "x", 5.0), f"Ray has no 2 free GPUs on b for the trainer's ranks{fix}"),
+        (
+            DeadlineExceeded("late", "x", 5.0),
+            f"Ray has no 2 free GPUs on b for the trainer's ranks{fix}",
+        ),
         (
             ["3", "1"],
             "the trainer's ranks use GPUs 0, 1 of b, and Ray has assigned some of them to other"

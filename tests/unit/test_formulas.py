@@ -1,4 +1,4 @@
-"""What the `math` reward reads in a formula: a table of texts with their formulas, whether an
+"""Formulas as the `math` reward reads them: a table of texts with their formulas, whether an
 operation remains in them, their operations and values. To add a text, write its line in
 tests/data/formulas.txt by hand and compare."""
 

@@ -1,4 +1,4 @@
-"""The steps by which a sandboxed program loses its rights (sandboxed.py), with recorded system
+"""Steps in which a sandboxed program gives up its rights (sandboxed.py), with recorded system
 calls, for kernels and machines that the tests may not have. test_sandbox.py runs real programs."""
 
 from __future__ import annotations
@@ -488,7 +488,7 @@ def test_the_source_runs_once_the_isolation_is_complete(
     with local:
         local.sendall(struct.pack("!I", len(source.encode())) + source.encode() + b"more")
         if forked:
-            # This process does not end here, so `main` goes on and uses its closed socket.
+            # This process does not end here, so `main` continues and uses its closed socket.
             with pytest.raises(OSError, match="Bad file descriptor"):
                 sandboxed.main()
             assert events == expected

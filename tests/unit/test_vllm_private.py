@@ -25,6 +25,7 @@ from megatron_async_rl.rollout.vllm import (
     cpu_worker,
     engine_core,
     receive,
+    reload,
 )
 from megatron_async_rl.rollout.vllm.loaded import Loaded
 from megatron_async_rl.weights.digest import partial_digest, tensor_digest
@@ -479,3 +480,170 @@ def test_a_receiver_starts_at_the_version_of_the_model(monkeypatch: pytest.Monke
     one.init_transfer_engine(receive.FirstVersion(version=9, transport="shared_memory"))
     assert calls == [receive.SHARED_MEMORY, "shared_memory"]
     assert (one._version, one._reader) == (9, "reader")
+
+
+class FakeLayer(torch.nn.Module):
+    """Linear layer or experts whose weights were packed. `packs`: states of the weights when the
+    layer was packed."""
+
+    def __init__(self, *attributes: str) -> None:
+        super().__init__()
+        self.attributes = attributes
+        self.packs: list[dict[str, list[float]]] = []
+        self.cpu_linear: Any = "old"
+        self.quant_method = SimpleNamespace(
+            process_weights_after_loading=self._pack,
+            moe_kernel=SimpleNamespace(
+                fused_experts=SimpleNamespace(
+                    process_weights_after_loading=lambda layer: self.packs.append({})
+                )
+            ),
+        )
+
+    def _pack(self, layer: Any) -> None:
+        assert layer is self
+        weights = {name: getattr(self, name) for name in self.attributes}
+        self.packs.append({name: one.flatten().tolist() for name, one in weights.items()})
+        self.cpu_linear = lambda inputs, weight, bias: (inputs, weight, bias)
+
+
+def load_rows(parameter: Any, piece: torch.Tensor, row: int | None = None) -> str:
+    """Load rows of a weight, as vLLM's loaders do."""
+    rows = slice(None) if row is None else slice(row, row + len(piece))
+    parameter.data[rows].copy_(piece)
+    return "loaded"
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replace vLLM's records of original weights by [2, 3] float32. Return the sizes of the pieces
+    that were measured."""
+    measured: list[int] = []
+
+    def original(layer: FakeLayer) -> Any:
+        weights = {}
+        for name in layer.attributes:
+            weights[name] = torch.nn.Parameter(torch.empty(2, 3, device="meta"))
+            weights[name].weight_loader = load_rows
+        return SimpleNamespace(restore_metadata=[weights])
+
+    def numel(loader: Any, bound: inspect.BoundArguments) -> tuple[int, Any]:
+        measured.append(bound.arguments["piece"].numel())
+        return measured[-1], loader(*bound.args, **bound.kwargs)
+
+    monkeypatch.setattr(reload, "get_layerwise_info", original)
+    monkeypatch.setattr(reload, "restore_layer_refs", lambda parameter, layer: parameter)
+    monkeypatch.setattr(reload, "get_numel_loaded", numel)
+    return measured
+
+
+ROWS = torch.arange(6.0).view(2, 3)
+
+
+def test_a_linear_layer_is_packed_once_its_last_piece_has_arrived(layers: list[int]) -> None:
+    layer, scratch, taken = FakeLayer("weight"), reload.Scratch(), list[Any]()
+    packed = reload.PackedLinear("l.0", layer, scratch, taken.append)
+    (weight,) = packed.weights
+    assert (weight.name, weight.full) == ("l.0.weight", True)
+    for update in (1, 2):
+        packed.await_pieces()
+        assert (layer.cpu_linear, weight.full, layer.weight.numel()) == (None, False, 0)
+        load = layer.weight.weight_loader
+        assert load(layer.weight, update * ROWS[:1], 0) == "loaded"
+        assert len(layer.packs) == update - 1
+        assert load(layer.weight, piece=update * ROWS[1:], row=1) == "loaded"
+        assert layer.packs[-1] == {"weight": (update * ROWS).flatten().tolist()}
+        assert (weight.full, layer.weight.numel(), callable(layer.cpu_linear)) == (True, 0, True)
+        with pytest.raises(RuntimeError, match=r"has more than the 6 elements of l\.0\.weight;"):
+            load(layer.weight, ROWS[:1], 0)
+    # A size is measured at the first load of a piece. The memory of the first update was reused.
+    assert (layers, taken) == ([3, 3], [])
+    assert [len(free) for free in scratch._free.values()] == [1]
+
+
+def test_a_whole_weight_is_used_without_a_copy(layers: list[int]) -> None:
+    layer, scratch, taken = FakeLayer("weight"), reload.Scratch(), list[Any]()
+    packed = reload.PackedLinear("l", layer, scratch, taken.append)
+    packed.await_pieces()
+    assert layer.weight.weight_loader(layer.weight, ROWS) is None
+    assert (len(taken), taken[0] is ROWS, layers, scratch._free) == (1, True, [], {})
+    assert layer.packs == [{"weight": ROWS.flatten().tolist()}]
+    # A tensor of another dtype or shape, and a part with the shape of the whole, are copied.
+    for piece, part in ((ROWS.half(), None), (ROWS, 0)):
+        packed.await_pieces()
+        assert layer.weight.weight_loader(layer.weight, piece, part) == "loaded"
+        assert layer.packs[-1] == {"weight": ROWS.flatten().tolist()}
+    assert (len(taken), layers) == (1, [6, 6])
+
+
+def test_experts_are_packed_once_both_weights_are_complete(layers: list[int]) -> None:
+    layer = FakeLayer("w13_weight", "w2_weight")
+    packed = reload.PackedExperts("e", layer, lambda tensor: None)
+    packed.await_pieces()
+    layer.w13_weight.weight_loader(layer.w13_weight, ROWS)
+    assert layer.packs == []
+    layer.w2_weight.weight_loader(layer.w2_weight, 2 * ROWS)
+    both = {"w13_weight": ROWS.flatten().tolist(), "w2_weight": (2 * ROWS).flatten().tolist()}
+    assert layer.packs == [both, {}]
+    assert [one.parameter.numel() for one in packed.weights] == [0, 0]
+
+
+def test_an_in_place_reload_packs_heads_and_names_incomplete_weights(layers: list[int]) -> None:
+    linear, head, lookup = FakeLayer("weight"), FakeLayer(), FakeLayer()
+    one: Any = reload.InPlaceReload.__new__(reload.InPlaceReload)
+    vars(one).update(
+        _model=SimpleNamespace(load_weights=lambda tensors: {name for name, _ in tensors}),
+        _packed=[reload.PackedLinear("l", linear, reload.Scratch(), lambda tensor: None)],
+        _heads=[head],
+        _lookups=[lookup],
+    )
+    one.begin()
+    assert one.load([("a", ROWS)]) == {"a"}
+    assert one.end() == ["l.weight"]
+    assert (head.packs, lookup.packs, linear.packs) == ([{}], [], [])
+    # An embedding is packed at its first use as a linear layer.
+    assert lookup.cpu_linear("x", "w", None) == ("x", "w", None)
+    assert lookup.cpu_linear("y", "w", None) == ("y", "w", None)
+    assert lookup.packs == [{}]
+    linear.weight.weight_loader(linear.weight, ROWS)
+    assert one.end() == []
+
+
+def test_tied_layers_are_those_with_an_earlier_layers_weight() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)), torch.nn.ReLU())
+    assert reload.tied_layers(model) == []
+    model[2].weight = model[0].weight
+    assert reload.tied_layers(model) == [model[2]]
+    model[0].weight.data = torch.empty(0)
+    assert reload.tied_layers(model) == []
+
+
+def test_a_layerwise_reload_packs_tied_layers_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    tied = FakeLayer()
+    monkeypatch.setattr(reload, "tied_layers", lambda model: [tied])
+    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
+        monkeypatch.setattr(reload, name, lambda *given, name=name: calls.append((name, *given)))
+    model: Any = SimpleNamespace(load_weights=lambda tensors: {name for name, _ in tensors})
+    one = reload.LayerwiseReload(model, "config")  # type: ignore[arg-type]
+    one.begin()
+    assert one.load([("a", ROWS)]) == {"a"}
+    assert tied.packs == []
+    assert one.end() == []
+    assert tied.packs == [{}]
+    assert calls == [
+        ("initialize_layerwise_reload", model),
+        ("finalize_layerwise_reload", model, "config"),
+    ]
+    assert (one.keeps, reload.InPlaceReload.keeps) == (True, False)
+
+
+def test_derived_parameters_receive_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    known = {id(model[0]): {"weight": None}, id(model[1]): {}}
+    monkeypatch.setattr(
+        reload,
+        "get_layerwise_info",
+        lambda layer: SimpleNamespace(restore_metadata=[known[id(layer)]]),
+    )
+    assert reload.loaded_parameters(model) == {"0.weight", "1.weight", "1.bias"}
