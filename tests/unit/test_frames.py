@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_async_rl.samples import Prompt, segments
+from megatron_async_rl.samples.columns import SCHEMA
 from megatron_async_rl.samples.frames import (
     CLOSED,
     HEADER_BYTES,
@@ -18,6 +21,8 @@ from megatron_async_rl.samples.frames import (
     read_frames,
     read_mark,
 )
+from megatron_async_rl.samples.segments import OpenSegment, size_of
+from tests.train_batches import make_sample, row
 
 PAYLOADS = [b"first", b"", b"third " * 100]
 
@@ -118,3 +123,35 @@ def test_a_mark_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None:
             read_mark(tmp_path)
         assert what in str(broken.value)
         assert "restore it from a copy, or remove it" in str(broken.value)
+
+
+def test_a_segment_has_both_of_its_files_or_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = OpenSegment(tmp_path, 4, SCHEMA)
+    outcomes: list[Any] = [(1, 0, "0-0", 0.5, "trained", 2, None, None)]
+    sample = row(make_sample(Prompt(id="p", text="", token_ids=(1,)), "0-0", [5, 6]), 0)
+    segment.write([sample], outcomes)
+    segment.write([], outcomes)
+    segment.sync()
+    names = sorted(one.name for one in tmp_path.iterdir())
+    assert len(names) == 2
+    assert segment.size == sum(one.stat().st_size for one in tmp_path.iterdir())
+    expected = LogMark(segment=4, closed=False, samples=1, outcomes=2)
+    assert (segment.mark(closed=False), segment.mark(closed=True).closed) == (expected, True)
+    segment.abandon()
+    assert sorted(one.suffix for one in tmp_path.iterdir()) == [CLOSED, CLOSED]
+    assert size_of(tmp_path, 4) == sum(one.stat().st_size for one in tmp_path.iterdir())
+    assert size_of(tmp_path, 5) == 0
+    segment = OpenSegment(tmp_path, 5, SCHEMA)
+    segment.close()
+    assert {one.suffix for one in tmp_path.iterdir()} == {CLOSED}
+
+    def full(folder: Path) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(segments, "sync_folder", full)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(OSError, match="no space"):
+        OpenSegment(tmp_path, 6, SCHEMA)
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,4 +1,4 @@
-"""Routing replay with a router of two lines: which experts a pass uses, what it records, and what it
+"""Routing replay with stand-ins for routers: which experts a pass uses, what it records and what it
 counts. tests/parallel/test_routing_replay.py trains with Megatron's routers."""
 
 from __future__ import annotations
