@@ -647,3 +647,97 @@ def test_derived_parameters_receive_no_weights(monkeypatch: pytest.MonkeyPatch) 
         lambda layer: SimpleNamespace(restore_metadata=[known[id(layer)]]),
     )
     assert reload.loaded_parameters(model) == {"0.weight", "1.weight", "1.bias"}
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_an_in_place_reload_packs_only_layers_with_packed_weights(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool
+) -> None:
+    kinds = {"head": reload.ParallelLMHead, "lookup": reload.VocabParallelEmbedding}
+    layers: dict[str, Any] = {name: kind.__new__(kind) for name, kind in kinds.items()}
+    layers |= {name: object() for name in ("experts", "linear", "norm")}
+    monkeypatch.setattr(reload.current_platform, "is_cpu", lambda: on_cpu)
+    monkeypatch.setattr(reload, "are_packed_experts", lambda one: one is layers["experts"])
+    monkeypatch.setattr(reload, "keeps_only_packed", lambda one: one is layers["linear"])
+    for kind in ("PackedExperts", "PackedLinear"):
+        monkeypatch.setattr(
+            reload, kind, lambda name, layer, *more, kind=kind: (kind, name, layer, more[-1])
+        )
+    model: Any = SimpleNamespace(named_modules=layers.items)
+    one: Any = reload.InPlaceReload(model, "take")  # type: ignore[arg-type]
+    assert (one._model, one._heads, one._lookups) == (
+        model,
+        [layers["head"]] * on_cpu,
+        [layers["lookup"]] * on_cpu,
+    )
+    assert one._packed == on_cpu * [
+        ("PackedExperts", "experts", layers["experts"], "take"),
+        ("PackedLinear", "linear", layers["linear"], "take"),
+    ]
+
+
+class Packing:
+    """A layer that processes its weights in an unknown way."""
+
+    def process_weights_after_loading(self) -> None: ...
+
+
+def test_a_layer_that_may_hold_copies_prevents_a_reload_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = reload.UnquantizedLinearMethod.__new__(reload.UnquantizedLinearMethod)
+    other = type("Other", (reload.UnquantizedLinearMethod,), {})
+    unknown = other.__new__(other)
+    layer = SimpleNamespace
+    deferred = layer(quant_method=None, deferred=True)
+    monkeypatch.setattr(
+        reload, "is_deferred_attention_layer", lambda one: getattr(one, "deferred", False)
+    )
+    monkeypatch.setattr(reload, "are_packed_experts", lambda one: getattr(one, "experts", False))
+    platform = layer(device_name="XPU")
+    monkeypatch.setattr(reload, "current_platform", platform)
+
+    def obstacle(*, zen: bool = False, cpu: bool = True, cuda: bool = False, **layers: Any) -> Any:
+        vars(platform).update(is_zen_cpu=lambda: zen, is_cpu=lambda: cpu, is_cuda=lambda: cuda)
+        return reload._obstacle(layer(named_modules=lambda: layers.items()))  # type: ignore[arg-type]
+
+    everything = {
+        "linear": layer(quant_method=known),
+        "experts": layer(quant_method=unknown, experts=True),
+        "plain": layer(),
+    }
+    assert obstacle(**everything) is None
+    assert obstacle(cpu=False, cuda=True, **everything) is None
+    for given in ({"zen": True}, {"cpu": False}):
+        assert obstacle(**given) == "its kernels on XPU may hold copies of a weight"
+    names = ("is of type SimpleNamespace with Other", "is of type Packing")
+    for one, what in zip((layer(quant_method=unknown), Packing()), names, strict=True):
+        assert obstacle(x=one) == f"layer x {what}"
+    assert obstacle(**{"a.quant_method.b": Packing()}) is None
+    assert obstacle(attention=deferred) == "layer attention is of type SimpleNamespace"
+    monkeypatch.setattr(reload, "Attention", SimpleNamespace)
+    assert obstacle(attention=deferred) is None
+    assert obstacle(attention=layer(quant_method=known, deferred=True)) is not None
+
+
+def test_the_reload_of_a_model_is_in_place_if_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reload, "InPlaceReload", lambda *given: ("in place", *given))
+    monkeypatch.setattr(reload, "LayerwiseReload", lambda *given: ("layer-wise", *given))
+    cpu = [True]
+    platform = SimpleNamespace(is_cpu=lambda: cpu[0])
+    monkeypatch.setattr(reload, "current_platform", platform)
+    experts = reload.UnquantizedFusedMoEMethod.__new__(reload.UnquantizedFusedMoEMethod)
+    plain: Any = SimpleNamespace(modules=lambda: [SimpleNamespace()])
+    mixture: Any = SimpleNamespace(modules=lambda: [SimpleNamespace(quant_method=experts)])
+
+    def chosen(model: Any) -> Any:
+        return reload.reload_of(model, "config", "take")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reload, "_obstacle", lambda model: None)
+    assert chosen(mixture) == ("in place", mixture, "take")
+    monkeypatch.setattr(reload, "_obstacle", lambda model: "a reason")
+    assert chosen(plain) == ("layer-wise", plain, "config")
+    with pytest.raises(RuntimeError, match="mixture of experts on a CPU, because a reason: run"):
+        chosen(mixture)
+    cpu[0] = False
+    assert chosen(mixture) == ("layer-wise", mixture, "config")
