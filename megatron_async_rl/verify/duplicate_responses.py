@@ -28,7 +28,8 @@ from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
 
 SLACK, BASE, TAIL = 1.5, 0.01, 1e-6
 """Factor and constant of the Poisson mean, and the probability below which a count fails."""
-SIGMAS = 5.0
+SIGMAS, MIN_EXPECTED = 5.0, 10.0
+"""Bound of the second statistic, and the expected number of groups from which on it applies."""
 OPEN_GROUPS = 100_000
 """Largest number of groups whose samples are kept at a time."""
 DUPLICATES, SEEDS = "duplicate responses", "seeds of engines"
@@ -107,13 +108,17 @@ class DuplicateResponses(RunCheck):
                 why = "a supervised run samples nothing"
             return absent(name, why, bound, REMEDIES[name])
         mean = SLACK * self._expected[name] + BASE
-        total, squares = self._excess[name]
-        sigmas = total / math.sqrt(squares) if squares > 0 else 0.0
-        ok = poisson_tail(found.count, mean) >= TAIL and sigmas <= SIGMAS
+        ok = poisson_tail(found.count, mean) >= TAIL
         value = (
-            f"{found.count} of {groups} groups have identical responses (expected at most"
-            f" {self._expected[name]:.3g}); {sigmas:+.1f} standard deviations of pairs"
+            f"{found.count} of {groups} groups have identical responses, expected at most"
+            f" {self._expected[name]:.3g}"
         )
+        total, squares = self._excess[name]
+        # The sum is near a normal variable only if pairs are frequent.
+        if self._expected[name] >= MIN_EXPECTED and squares > 0:
+            sigmas = total / math.sqrt(squares)
+            ok = ok and sigmas <= SIGMAS
+            value += f"; pairs {sigmas:+.1f} standard deviations from expected"
         return row(name, value, bound, ok, REMEDIES[name], () if ok else found.first)
 
 

@@ -93,8 +93,9 @@ class RewardHacks(RunCheck):
             golds.setdefault(text.strip(), set()).add(gold)
         suspicious = []
         for name, reward, gold, prompt, text in rewarded:
-            literal = gold in text
             repeats = repeats_prompt(prompt, text)
+            # A question often contains its answer: a copy of it states nothing.
+            literal = gold in (text.replace(longest_line(prompt), "") if repeats else text)
             same = len(golds[text.strip()]) > 1
             self._literal += literal
             self._repeats += repeats
@@ -141,8 +142,12 @@ def gold_answer(fields: dict[str, Any]) -> str:
 
 def repeats_prompt(prompt: str, text: str) -> bool:
     """Return True if a response contains the longest line of its prompt."""
-    line = max((part.strip() for part in prompt.splitlines()), key=len, default="")
+    line = longest_line(prompt)
     return len(line) >= MIN_PROMPT_TEXT and line in text
+
+
+def longest_line(prompt: str) -> str:
+    return max((part.strip() for part in prompt.splitlines()), key=len, default="")
 
 
 class RewardJumps(RunCheck):
