@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.objectives.batch import TokenBatch
+from megatron_async_rl.objectives.objective import BatchLoss
 from megatron_async_rl.policy.batching import MicroBatch
-from megatron_async_rl.policy.step import BatchLoss, StepTable
+from megatron_async_rl.policy.step import StepTable
 from megatron_async_rl.samples.rank_batch import RankBatch
 
 DEPTHS = 24
