@@ -382,6 +382,17 @@ def test_a_run_of_an_earlier_version_has_absent_rows(copied: Path) -> None:
     assert any("earlier version" in note for note in card.notes)
 
 
+@pytest.mark.parametrize("name", ["loads.jsonl", "lag0.jsonl", "weights.jsonl"])
+def test_a_damaged_record_makes_its_row_absent_and_is_named(copied: Path, name: str) -> None:
+    with open(copied / name, "a") as file:
+        file.write("no line\n")
+    card = verified(copied)
+    assert card.failed == ()
+    named = [one for one in card.rows if name in one.value]
+    assert {one.verdict for one in named} <= {RowVerdict.ABSENT, RowVerdict.PASSED}
+    assert named
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
 def test_a_directory_that_is_not_a_run_is_refused(copied: Path, name: str) -> None:
     (copied / name).unlink()
