@@ -18,6 +18,7 @@ from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.report.scorecard_section import scorecard_section
 from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.verify.duplicate_responses import poisson_tail
+from megatron_async_rl.verify.reward_hacks import is_part_of, questions
 from megatron_async_rl.verify.scorecard import RowVerdict, Scorecard, absent, row
 from megatron_async_rl.verify.verified_run import verify_run
 from tests.healthy_run import (
@@ -225,6 +226,13 @@ FAULTS: dict[str, tuple[Alterations, set[str]]] = {
         altered(sample=_hacked, entropy=lambda one: 0.0 if one.text == one.prompt.text else None),
         {"rewarded responses", "reward jumps"},
     ),
+    "one text for every question": (
+        altered(
+            sample=lambda sample, _: copied_to(sample, [5, 6, 7, 0], "345", reward=1.0),
+            entropy=lambda _: 0.0,
+        ),
+        {"rewarded responses"},
+    ),
     "a lost sample of a group": (
         altered(group=lambda samples, step: samples[:3] if step == 3 else samples),
         {"groups"},
@@ -314,6 +322,35 @@ def test_a_resume_from_other_weights_breaks_the_chain(copied: Path) -> None:
     again = json.loads(file.read_text()) | {"step": 8, "weights": "e" * 16}
     file.write_text(file.read_text() + json.dumps(again) + "\n")
     assert failing(copied) == {"chain of weights"}
+
+
+def test_the_question_of_a_prompt_is_free_of_markup() -> None:
+    chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n9 - 7 =<|im_end|>\n"
+    assert questions(chat + "<|im_start|>assistant\n") == ["9 - 7 =", "Be brief."]
+    assert questions("1+") == []
+    assert is_part_of(chat, " 9 - 7 ")
+    assert not is_part_of(chat, "9 -")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "gold", "text", "suspicious"),
+    [
+        ("Compute 9 - 7 =", "2", "9 - 7 =", True),
+        ("Compute 9 - 7 =", "2", "Compute 9 - 7 = 2", False),
+        ("Compute 9 - 7 =", "2", "The result is two.", False),
+        ("Which of A, B?", "B", "Which of A, B?", True),
+        ("Which of A, B?", "B", "B", False),
+    ],
+)
+def test_a_rewarded_copy_of_the_question_is_suspicious(
+    tmp_path: Path, prompt: str, gold: str, text: str, suspicious: bool
+) -> None:
+    def change(sample: Sample, step: int) -> Sample:
+        question = replace(sample.prompt, text=prompt, fields={"answer": gold})
+        return copied_to(replace(sample, prompt=question), [5, 6, 0], text, reward=1.0)
+
+    run = write_healthy_run(tmp_path, altered(sample=change, entropy=lambda _: 0.0))
+    assert ("rewarded responses" in failing(run)) is suspicious
 
 
 # Bad input
