@@ -51,6 +51,8 @@ WITHOUT_ENGINES = (
     "observe.trackers=[]",
     "observe.prometheus_port=null",
     "run.resume=auto",
+    # The log already has the experts or not, whatever the replay's routing_replay is.
+    "samples.experts=false",
 )
 """Settings of a run that a replay does not use."""
 COMPARED = ("policy/loss", "policy/grad_norm")

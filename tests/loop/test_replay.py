@@ -4,7 +4,6 @@ difference is named."""
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import shutil
@@ -13,48 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.starts import Start, read_starts
-from megatron_async_rl.launch.launcher import _prepare_directory
 from megatron_async_rl.metrics.log import digests_of_steps
 from megatron_async_rl.metrics.weight_log import tensors_of_step
 from megatron_async_rl.replay import repetition
-from megatron_async_rl.replay.replay_plan import plan_replay, stretches
-from tests.loop.one_process import Crash, Engines, OneProcess
-
-ASYNCHRONOUS = ("flow.async_ratio=2", "run.steps=6", "checkpoint.every=2", "checkpoint.keep=9")
+from megatron_async_rl.replay.replay_plan import stretches
+from tests.loop.one_process import Crash, OneProcess
+from tests.loop.replays import ASYNCHRONOUS, repeated, replaying, run
 
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneProcess]:
-    with pytest.MonkeyPatch.context() as patch:
-        process = OneProcess(tmp_path_factory.mktemp("replays"), patch)
-
-        def launch(config: Config, *_: object) -> int:
-            run(process, config)
-            return 0
-
-        patch.setattr(repetition, "launch", launch)
+    with replaying(tmp_path_factory.mktemp("replays")) as process:
         yield process
-
-
-def run(loop: OneProcess, config: Config, crashes_at: tuple[str, int] | None = None) -> Path:
-    _prepare_directory(config)
-    return loop.run(config, Engines(), crashes_at)
-
-
-def repeated(
-    run_dir: Path, *changes: str, first: int | None = None, out: Path | None = None
-) -> tuple[int, str]:
-    """Return exit code and output of `mar replay`."""
-    written = io.StringIO()
-    plan = plan_replay(run_dir, first, None, changes)
-    code = repetition.replay(plan, out, Console(file=written, width=1000))
-    return code, written.getvalue()
 
 
 @pytest.fixture(scope="module")
