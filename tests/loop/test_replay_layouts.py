@@ -22,7 +22,7 @@ pytestmark = pytest.mark.parallel
 STEPS = 4
 SMALL = ("flow.async_ratio=2", f"run.steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9")
 KILLED = ("take_devices", 4)
-"""In the fourth step: a resume repeats it and the third, after the checkpoint of the second."""
+"""The fourth step: a resume repeats it and the third, after the checkpoint of the second."""
 LAYOUTS = {
     "tensor": "{ranks: 2, tensor: 2}",
     "sequence": "{ranks: 2, tensor: 2, sequence: true}",
