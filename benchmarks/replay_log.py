@@ -25,7 +25,7 @@ QUEUED = 20_000
 
 
 def write(run_dir: Path, lengths: list[int]) -> None:
-    """Write logs with these numbers of samples, of which each continues the one before; read
+    """Write logs with these numbers of samples, each a continuation of the one before; read
     batches of each."""
     import pyarrow as pa
 

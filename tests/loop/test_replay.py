@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.starts import Start, read_starts
 from megatron_async_rl.metrics.log import digests_of_steps
 from megatron_async_rl.metrics.weight_log import tensors_of_step
+from megatron_async_rl.plan.machine import Gpu, this_machine
 from megatron_async_rl.replay import repetition
 from megatron_async_rl.replay.replay_plan import stretches
 from tests.loop.one_process import Crash, OneProcess
@@ -220,3 +222,23 @@ def test_a_folder_without_a_run_or_without_a_log_is_refused(
     (tmp_path / "config.yaml").write_text(dump(loop.config("not started")))
     with pytest.raises(UserError, match="no log of its samples"):
         repeated(tmp_path)
+
+
+def test_a_run_on_several_machines_is_repeated_on_one_that_holds_its_ranks(
+    resumed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(resumed, run_dir)
+    lines = [one.model_copy(update={"nodes": 2, "ranks": 4}) for one in read_starts(run_dir)]
+    file = run_dir / "starts.jsonl"
+    file.write_text("".join(one.model_dump_json() + "\n" for one in lines))
+    code, shown = repeated(run_dir, first=5)
+    assert code == 0
+    assert "note: steps 5 to 6 were made on 2 machines; this one runs all ranks" in shown
+
+    gpus = replace(this_machine(), gpus=(Gpu("H100", memory=80 * 2**30),) * 2)
+    monkeypatch.setattr(repetition, "this_machine", lambda: gpus)
+    layout = ("policy.device=cuda", "policy.parallel.ranks=4")
+    message = r"4 ranks, which the run had on 2 machines(?s:.)*has 2(?s:.)*with 4 GPUs"
+    with pytest.raises(UserError, match=message):
+        repeated(run_dir, *layout, first=5)
