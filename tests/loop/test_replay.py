@@ -242,3 +242,18 @@ def test_a_run_on_several_machines_is_repeated_on_one_that_holds_its_ranks(
     message = r"4 ranks, which the run had on 2 machines(?s:.)*has 2(?s:.)*with 4 GPUs"
     with pytest.raises(UserError, match=message):
         repeated(run_dir, *layout, first=5)
+
+
+def test_a_supervised_run_is_repeated_from_its_data(loop: OneProcess) -> None:
+    given = ("rollout=null", "flow.group_size=1", "flow.async_ratio=0", "objective.loss=sft")
+    settings = (*given, "objective.advantage=none", "policy.lora={rank: 4, dropout: 0.3}")
+    config = loop.config("supervised", *ASYNCHRONOUS[1:], *settings)
+    with pytest.raises(Crash):
+        run(loop, config, crashes_at=("take_devices", 4))
+    run_dir = run(loop, config)
+    for first in (1, 4):
+        code, shown = repeated(run_dir, first=first)
+        assert (code, shown.splitlines()[-1]) == (
+            0,
+            "6 steps, identical bits" if first == 1 else "4 steps, identical bits",
+        )

@@ -69,6 +69,11 @@ ALONE = {
     "skipped anomalies": ("policy.on_anomaly=skip",),
     "bfloat16": ("model.dtype=bfloat16",),
 }
+OF_SOURCE = {
+    "rollout": ("samples.experts=true",),
+    "proximal": (*PASSES, "objective.proximal=recompute"),
+    "none": (),
+}
 CASES = [
     *(pytest.param(settings, id=name) for name, settings in METHODS.items()),
     *(pytest.param(settings, id=name, marks=thorough) for name, settings in ALONE.items()),
@@ -129,7 +134,7 @@ def test_tokens_of_a_mixture_take_their_experts_again(
 ) -> None:
     """`rollout`: the experts of the log; the model alone would choose others."""
     settings = [f"model.path={mixture}", f"policy.routing_replay={source}"]
-    settings += {"rollout": ("samples.experts=true",), "proximal": PASSES, "none": ()}[source]
+    settings += OF_SOURCE[source]
     config = loop.config("mixture", *ASYNCHRONOUS, *settings)
     run_dir = run(loop, config, engines=Engines(prepare=with_experts))
     require_repeated(run_dir)
