@@ -1,8 +1,8 @@
 """Time until the batch of one step is read from a long sample log, as at the start of a replay.
 
 The run's own writer writes the log: steps of 64 groups of 8 samples, of 8 prompt and 8 response
-tokens each. Every reading is a process of its own; `read_s` is its time from opening the log to the
-batch, without the imports, and `next_s` the time for the batch after it.
+tokens each. Every reading is a process of its own; `read_s` is its processor time from opening the
+log to the batch, without the imports, and `next_s` that of the batch after it.
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ def _read(run_dir: Path, step: int) -> list[float]:
 def read(run_dir: Path, step: int) -> None:
     from megatron_async_rl.samples.recorded import RecordedBatches
 
-    began = time.perf_counter()
+    began = time.process_time()
     recorded = RecordedBatches(run_dir)
     times = []
     for number in (step, step + 1):
         batch = recorded.batch(number)
         assert len(batch.samples) == GROUPS * GROUP_SIZE
-        times.append(time.perf_counter() - began)
-        began = time.perf_counter()
+        times.append(time.process_time() - began)
+        began = time.process_time()
     print(json.dumps(times))
 
 
