@@ -55,8 +55,10 @@ WITHOUT_ENGINES = (
     "samples.experts=false",
 )
 """Settings of a run that a replay does not use."""
-COMPARED = ("policy/loss", "policy/grad_norm")
-"""Metrics compared if a replay has another layout or device."""
+COMPARED = {"policy/loss": 0.1, "policy/grad_norm": 1e-12}
+"""Metrics compared if a replay has another layout or device, and the least value to which a
+difference is relative. A loss is a mean of terms of both signs, which may cancel to nearly 0; their
+size is about 1, that of normalised advantages."""
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest relative difference of those metrics, by the dtype of the model: another layout adds the
 same numbers in another order."""
@@ -267,10 +269,10 @@ def compare(
             found.identical += 1
         elif found.first_different is None:
             found.first_different = step
-        for name in COMPARED:
+        for name, least in COMPARED.items():
             here, there = number(row, name), number(of_run.get(step, {}), name)
             if here is not None and there is not None:
-                difference = abs(here - there) / max(abs(here), abs(there), 1e-12)
+                difference = abs(here - there) / max(abs(here), abs(there), least)
                 found.largest[name] = max(found.largest.get(name, 0.0), difference)
 
 

@@ -22,6 +22,7 @@ from megatron_async_rl.metrics.log import digests_of_steps
 from megatron_async_rl.metrics.weight_log import tensors_of_step
 from megatron_async_rl.plan.machine import Gpu, this_machine
 from megatron_async_rl.replay import repetition
+from megatron_async_rl.replay.repetition import Comparison, compare
 from megatron_async_rl.replay.replay_plan import stretches
 from tests.loop.one_process import Crash, OneProcess
 from tests.loop.replays import ASYNCHRONOUS, repeated, replaying, run
@@ -257,3 +258,16 @@ def test_a_supervised_run_is_repeated_from_its_data(loop: OneProcess) -> None:
             0,
             "6 steps, identical bits" if first == 1 else "4 steps, identical bits",
         )
+
+
+def test_a_loss_whose_terms_cancel_is_within_the_tolerance_of_another_layout(
+    tmp_path: Path,
+) -> None:
+    def row(loss: float, norm: float) -> dict[str, Any]:
+        return {"step": 1, "policy/loss": loss, "policy/grad_norm": norm}
+
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row(-0.0012, 1.0)) + "\n")
+    for loss, norm, expected in ((-0.0002, 1.0, (0.01, 0.0)), (1.0, 0.5, (1.0012, 0.5))):
+        found = Comparison()
+        compare(found, tmp_path, [row(loss, norm)], {})
+        assert tuple(found.largest.values()) == pytest.approx(expected)
