@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -248,6 +249,8 @@ class Rank0(OtherRank):
             config=file_digest(resolved) if resolved.exists() else "",
             device=arithmetic_of(self._device_type),
             ranks=config.policy.parallel.ranks,
+            # Set by torchrun; a program that runs the loop itself has one machine.
+            nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
             layout=config.policy.parallel.model_dump(mode="json"),
             threads=torch.get_num_threads(),
             software=software(),

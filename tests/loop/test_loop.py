@@ -29,7 +29,7 @@ from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.segments import load, read_entries
 from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.watchdog.events import Status, read_status
-from megatron_async_rl.weights.digest import version_digest
+from megatron_async_rl.weights.version_digest import version_digest
 from tests.loop.one_process import Crash, Engines, LoopEngine, OneProcess, varied
 from tests.thorough import THOROUGH
 
