@@ -31,6 +31,7 @@ from megatron_async_rl.data import (
     read_training,
     tokenizer_of,
 )
+from megatron_async_rl.data.canaries import canary_prompts
 from megatron_async_rl.flow.colocated import BufferRequest
 from megatron_async_rl.flow.controller import NAME, STOP_ENGINES_S, Controller
 from megatron_async_rl.flow.controller_spec import (
@@ -99,11 +100,15 @@ class RolloutBatches:
         spec = controller_spec(config, device_type, gpus)
         training = read_training(config.data, prompt_tokenizer(config.model.path, config))
         log_too_long(training)
+        prompts, parts = training.prompts, training.parts
+        if config.run.numerics is not None:
+            # As many as a batch has groups, so that every version samples all of them.
+            prompts, parts = canary_prompts(training.prompts, config.run.numerics), ()
         source = PromptSource(
-            training.prompts,
+            prompts,
             seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            parts=training.parts,
+            shuffle=config.data.shuffle and config.run.numerics is None,
+            parts=parts,
         )
 
         if position is not None:
@@ -113,7 +118,7 @@ class RolloutBatches:
         held_out = [DataIdentity.of(one.prompts) for one in spec.held_out]
         self.data = data_digests(config, source.identities, held_out)
 
-        longest = max(len(prompt.token_ids) for prompt in training.prompts)
+        longest = max(len(prompt.token_ids) for prompt in prompts)
         lends = config.weights.carrier.ipc
         self._reserved = join_ray(
             # Reserved, so that Ray places engines elsewhere; colocated engines share them.
