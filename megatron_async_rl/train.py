@@ -130,7 +130,7 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         rank.give_devices()
         rank.publish(version)
         rank.evaluate(policy.mean_loss)
-        rank0.log(batch, metrics)
+        rank0.log(batch, metrics, policy.lag0)
         policy.require_finite_steps(ended=replay is None and version == config.run.steps)
         due |= bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         # If a checkpoint is due during non-finite steps, save it after the next finite step.

@@ -395,6 +395,7 @@ def controller_spec(
             update_timeout_s=config.watchdog.timeout_s,
             restarts_per_hour=rollout.restarts_per_hour,
             max_paused=config.weights.max_paused,
+            run_dir=config.run.dir,
         ),
         timeout_s=config.watchdog.timeout_s,
         start_timeout_s=rollout.start_timeout_s,

@@ -32,12 +32,14 @@ from megatron_async_rl.flow.evaluation import EvalResult, EvalSchedule, LossResu
 from megatron_async_rl.flow.staleness import max_lag
 from megatron_async_rl.flow.starts import Start, record_start
 from megatron_async_rl.flow.summary import MetricValue, summarise
+from megatron_async_rl.metrics.lag0_log import Lag0Log
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.metrics.trackers import open_trackers
 from megatron_async_rl.metrics.weight_log import WeightLog
 from megatron_async_rl.policy.checkpoint_folder import named_latest, read_file
 from megatron_async_rl.policy.device import arithmetic_of
+from megatron_async_rl.policy.lag0 import Lag0Differences
 from megatron_async_rl.rollout.cluster import software
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
@@ -100,8 +102,13 @@ class OtherRank:
     def record(self, result: EvalResult | LossResult) -> None:
         """Record a result."""
 
-    def log(self, batch: RankBatch, metrics: Mapping[str, MetricValue]) -> None:
-        """Write one line of metrics for the step that has just ended."""
+    def log(
+        self,
+        batch: RankBatch,
+        metrics: Mapping[str, MetricValue],
+        lag0: Lag0Differences | None = None,
+    ) -> None:
+        """Write one line of metrics for the step that has just ended, and one of lag0.jsonl."""
 
     def position(self) -> DataState | None:
         """Position of the data for a checkpoint of this version."""
@@ -141,6 +148,8 @@ class Rank0(OtherRank):
         """Digest of the weights of `version`."""
         self._weight_log: WeightLog | None = None
         """Null until the weights of the first version are known."""
+        self._lag0_log: Lag0Log | None = None
+        """Null in a run without engines."""
         self._device_type = ""
         self._handout: Handout | None = None
         """Batch that was taken and not yet handed out."""
@@ -180,6 +189,8 @@ class Rank0(OtherRank):
                 config.model_dump(mode="json"),
             ),
         )
+        if config.has_engines:
+            self._lag0_log = Lag0Log(config.run.dir, version + 1)
         if schedule is not None:
             self._eval_log = EvalLog(config.run.dir, schedule.means)
         data = None
@@ -263,8 +274,16 @@ class Rank0(OtherRank):
             self._eval_log.append(result.as_json())
         self._log.evaluated(result.version, values)
 
-    def log(self, batch: RankBatch, metrics: Mapping[str, MetricValue]) -> None:
+    def log(
+        self,
+        batch: RankBatch,
+        metrics: Mapping[str, MetricValue],
+        lag0: Lag0Differences | None = None,
+    ) -> None:
         assert self._log is not None
+        if lag0 is not None and self._lag0_log is not None:
+            # Before the line of metrics: a step that is logged has its differences.
+            self._lag0_log.log(self.version, lag0.tokens, lag0.sums, lag0.ids, lag0.means)
         # Measured per optimizer step; a batch may make several steps.
         norm = metrics.get("update/norm")
         seen = summarise(
@@ -347,3 +366,5 @@ class Rank0(OtherRank):
             self._log.close()
         if self._weight_log is not None:
             self._weight_log.close()
+        if self._lag0_log is not None:
+            self._lag0_log.close()

@@ -47,6 +47,7 @@ from megatron_async_rl.policy.batching import Batcher, Minibatch, divide, over_s
 from megatron_async_rl.policy.device_memory import DeviceMemory
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.gradient_coverage import CoverageReport, GradientCoverage
+from megatron_async_rl.policy.lag0 import Lag0Differences, Lag0Table
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
 from megatron_async_rl.policy.optimizer import (
@@ -97,6 +98,8 @@ class Policy:
     coverage: CoverageReport
     batcher: Batcher
     memory: DeviceMemory
+    lag0: Lag0Differences | None = None
+    """Differences from the engines' log-probs in the last step; null without tokens at lag 0."""
 
     @classmethod
     def build(
@@ -217,6 +220,7 @@ class Policy:
             return over_steps([self.step.skip() for _ in range(settings.steps_per_batch)])
 
         started, updates = time.perf_counter(), self.step.updates
+        self.lag0 = None
         # Divided once for all epochs, so that every pass runs the same micro-batches.
         minibatches = [
             self.batcher.of(samples, rows)
@@ -278,7 +282,7 @@ class Policy:
         self.optimizer.zero_grad()
         owner, chosen = self.layout.dp_rank, dict[str, float]()
         if self.baseline is None:
-            table = StepTable(len(samples), self.layout.device)
+            table: StepTable = Lag0Table(samples, self.layout.device)
             recorded = table if self.layout.records_outputs else None
             loss = RecordedLoss(self.objective, targets, recorded, owner=owner)
             self.schedule.forward_backward(mine, loss)
@@ -294,6 +298,8 @@ class Policy:
         if moved:
             # Engine and trainer hold different weights here, so this would not be rounding.
             measured.pop("ratio/logp_diff_lag0_max", None)
+        elif isinstance(table, Lag0Table):
+            self.lag0 = table.differences()
         facts = StepFacts(
             loss=measured["policy/loss"],
             log_weights=sample_log_weights(measurements, samples),
