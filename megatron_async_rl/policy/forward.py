@@ -41,7 +41,6 @@ from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.routing_replay import RoutingPass, RoutingReplay
 from megatron_async_rl.watchdog import watch
 
-
 VOCABULARY_BLOCK = 8192
 """Number of rows of the output weight that `Schedule.logits` converts to float32 at a time."""
 

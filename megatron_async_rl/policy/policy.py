@@ -178,9 +178,7 @@ class Policy:
             step,
             baseline,
             AnomalyReport(schedule, model, optimizer, layout, anomalies),
-            CoverageReport(
-                GradientCoverage(model, layout), layout, anomalies and anomalies.parent
-            ),
+            CoverageReport(GradientCoverage(model, layout), layout, anomalies and anomalies.parent),
             Batcher(
                 layout,
                 policy_config.tokens_per_micro_batch,
