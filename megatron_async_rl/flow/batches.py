@@ -64,9 +64,11 @@ evaluation that makes none."""
 
 
 class BatchSource(Protocol):
-    """`data`: digests of all prompts."""
+    """`data`: digests of all prompts. `ends`: tokens that end a sampled response; empty if the
+    source does not know them."""
 
     data: dict[str, Any]
+    ends: frozenset[int]
 
     def next_batch(self, version: int) -> Handout | None:
         """Return the batch that trains `version`; None if the user requested the run to stop."""
@@ -98,7 +100,9 @@ class RolloutBatches:
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
         spec = controller_spec(config, device_type, gpus)
-        training = read_training(config.data, prompt_tokenizer(config.model.path, config))
+        tokenizer = prompt_tokenizer(config.model.path, config)
+        self.ends = frozenset((*tokenizer.eos_ids, *config.rollout.sampling.stop_token_ids))
+        training = read_training(config.data, tokenizer)
         log_too_long(training)
         prompts, parts = training.prompts, training.parts
         if config.run.numerics is not None:
@@ -247,6 +251,7 @@ class GivenResponses:
                 parts=given.parts,
             )
 
+        self.ends = frozenset[int]()
         self._stop = config.run.dir / watch.STOP
         self._source = source(read_training(config.data, tokenizer, supervised=True))
         self._held_out = [
@@ -279,6 +284,7 @@ class RecordedSteps:
 
     def __init__(self, replay: ReplayConfig, run_dir: Path) -> None:
         self.data: dict[str, Any] = {}
+        self.ends = frozenset[int]()
         self._stop = run_dir / watch.STOP
         self._last = replay.last
         self._recorded = RecordedBatches(replay.run)
@@ -396,6 +402,8 @@ def controller_spec(
             restarts_per_hour=rollout.restarts_per_hour,
             max_paused=config.weights.max_paused,
             run_dir=config.run.dir,
+            # Every engine samples every canary, under both versions.
+            even=rollout.engines if config.run.numerics is not None else 0,
         ),
         timeout_s=config.watchdog.timeout_s,
         start_timeout_s=rollout.start_timeout_s,

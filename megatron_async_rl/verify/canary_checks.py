@@ -228,19 +228,30 @@ def chi_squared(samples: CanarySamples, logp: NDArray[np.float32]) -> tuple[floa
         chances = np.exp(logp[number].astype(np.float64))
         expected = len(drawn) * chances / chances.sum()
         counts = np.bincount(drawn, minlength=len(expected)).astype(np.float64)
-        # By expectation alone: bins chosen by counts would bias the statistic.
-        own = expected >= FEWEST
-        rest = float(expected[~own].sum())
-        bins = [(counts[own], expected[own])]
-        if rest >= FEWEST:
-            bins.append((np.array([counts[~own].sum()]), np.array([rest])))
-        found = np.concatenate([one for one, _ in bins])
-        wanted = np.concatenate([one for _, one in bins])
+        bins = _bins(expected)
+        found = np.bincount(bins, counts)
+        wanted = np.bincount(bins, expected)
         if len(found) > 1:
             statistic += float(((found - wanted) ** 2 / wanted).sum())
-            # Bins that are left out take a little of the total, which only lowers the statistic.
             freedom += len(found) - 1
     return statistic, freedom
+
+
+def _bins(expected: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the bin of each token, [V]: tokens in the order of their expected counts, in bins of at
+    least FEWEST. By expectation alone, because bins chosen by counts would bias the statistic."""
+    order = np.argsort(-expected)
+    bins = np.zeros(len(expected), dtype=np.int64)
+    number, filled = 0, 0.0
+    left = float(expected.sum())
+    for token in order.tolist():
+        bins[token] = number
+        filled += expected[token]
+        left -= expected[token]
+        # The last bin takes the rest, which may be too little for a bin of its own.
+        if filled >= FEWEST and left >= FEWEST:
+            number, filled = number + 1, 0.0
+    return bins
 
 
 def chi_squared_tail(statistic: float, freedom: int) -> float:
