@@ -18,6 +18,7 @@ from megatron_async_rl.cli.application import (
     console,
     print_text,
 )
+from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.problem import UserError
 
 GPU_MEMORY_GIB = 80.0
@@ -326,6 +327,31 @@ def samples(
     )
     # Reads the log only, so it is safe while the run continues.
     print_samples(choose(run, wanted), console(), as_json=as_json)
+
+
+@app.command()
+def verify(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run.dir of a run.")],
+    as_json: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Also write the scorecard as JSON; `-`: print only that."
+        ),
+    ] = None,
+) -> None:
+    """Check the records of a run: weights, log-probs, tokens, rewards, data and arithmetic. Writes
+    RUN/verify.json, which the report shows. Exit code 1 if a row fails."""
+    from megatron_async_rl.verify.verified_run import verify_run
+
+    alone = as_json == "-"
+    card = verify_run(run.absolute(), console(stderr=alone))
+    if alone:
+        typer.echo(card.text(), nl=False)
+    else:
+        if as_json is not None:
+            write_file(Path(as_json), card.text())
+        card.show(console())
+    raise typer.Exit(card.exit_code)
 
 
 @app.command()

@@ -1,5 +1,5 @@
-"""Differences between the log-probs of trainer and engine, on tokens of which only rounding is
-expected: those of samples that the trained version sampled entirely.
+"""Differences between the log-probs of trainer and engine on samples that the trained version
+sampled entirely, where only rounding is expected.
 
 Invariant: a sample with one token of an older version is left out, because its later tokens were
 sampled over keys and values of older weights.
