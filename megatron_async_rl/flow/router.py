@@ -371,7 +371,7 @@ class Router:
 
 class EvenRouter(Router):
     """Choice of an engine that divides every group evenly over the first `engines` engines, in
-    turn, and waits for one that cannot take a request yet."""
+    turn, and waits until an engine whose turn it is can take a request."""
 
     def __init__(self, capacity: int, engines: int) -> None:
         super().__init__(capacity)

@@ -3,7 +3,7 @@ distribution of first tokens, the gradient of every parameter, and other weights
 version.
 
 The effect of rounding is measured, because it depends on the model: every layer's output is rounded
-once more, up or down by the unit roundoff of the precision, and the samples are scored again. The
+again, up or down by the unit roundoff of the precision, and the samples are scored again. The
 difference of the log-probs is the effect of one rounding per layer. An engine computes the same
 layers with other kernels, in another order, so its log-probs differ by a small multiple of this.
 

@@ -20,7 +20,7 @@ def measurement_file(run_dir: Path, version: int) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FirstVersion:
+class InitialMeasurements:
     """Measurements of the first version only; see canary_loop.measure_canaries."""
 
     first_token_logprobs: NDArray[np.float32]
@@ -48,7 +48,7 @@ class CanarySamples:
     trainer: NDArray[np.float32]
     sum_p_squared: NDArray[np.float32]
     rounded: NDArray[np.float32]
-    first: FirstVersion | None = None
+    first: InitialMeasurements | None = None
     known_engines: tuple[int, ...] = field(default=())
     """All engines that train."""
 
@@ -80,7 +80,7 @@ class CanarySamples:
 
     def lengthened(self, prompts: int) -> NDArray[np.bool_]:
         """Return True for samples of lengthened prompts: [S]. prompts: number of canary prompts."""
-        # Admitted in the order of the prompts, of which every second one is lengthened.
+        # Admitted in the order of the prompts; those with odd numbers are lengthened.
         return self.canary % prompts % 2 == 1
 
 
@@ -95,7 +95,7 @@ def read_canaries(
         arrays = dict(stored.items())
     first = None
     if "moved" in arrays:
-        first = FirstVersion(
+        first = InitialMeasurements(
             first_token_logprobs=arrays.pop("first_token_logprobs"),
             moved=arrays.pop("moved"),
             without_gradient=tuple(arrays.pop("without_gradient").tolist()),

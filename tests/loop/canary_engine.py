@@ -124,7 +124,7 @@ def swapped(weight: torch.Tensor) -> torch.Tensor:
 
 
 class CanaryEngines:
-    """Launch of stand-ins, of which those in `faulty` have the fault."""
+    """Launch of stand-ins; those in `faulty` have the fault."""
 
     def __init__(self, fault: str = "", faulty: Sequence[int] = (0, 1)) -> None:
         self.fault = fault
