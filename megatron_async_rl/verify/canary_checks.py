@@ -239,7 +239,8 @@ def chi_squared(samples: CanarySamples, logp: NDArray[np.float32]) -> tuple[floa
 
 def _bins(expected: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the bin of each token, [V]: tokens in the order of their expected counts, in bins of
-    at least FEWEST. By expectation alone, because bins chosen by counts would bias the statistic."""
+    at least FEWEST."""
+    # By expectation alone, because bins chosen by counts would bias the statistic.
     order = np.argsort(-expected)
     bins = np.zeros(len(expected), dtype=np.int64)
     number, filled = 0, 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,13 +12,17 @@ import torch
 from megatron_async_rl import train
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.metrics.log import read_metrics
+from megatron_async_rl.policy.gradient_coverage import FILE
 from megatron_async_rl.policy.policy import Policy
+from megatron_async_rl.verify import numerics
 from megatron_async_rl.verify.numerics import numerics_overrides, numerics_scorecard
 from megatron_async_rl.verify.scorecard import RowVerdict, Scorecard
+from megatron_async_rl.watchdog.events import read_events
 from megatron_async_rl.weights.export import WeightExporter
 from megatron_async_rl.weights.manifest import WeightMismatch
 from tests.loop.canary_engine import SWAPPED, CanaryEngines, swapped
-from tests.loop.one_process import OneProcess
+from tests.loop.one_process import Engines, OneProcess
 
 LOGPROBS = {"log-probs", "log-probs after an update", "prefix cache"}
 TOP_P = ("rollout.sampling.top_p=0.9", "objective.loss=ppo_clip", "objective.proximal=recompute")
@@ -27,6 +32,8 @@ DETACHED = "decoder.layers.1.self_attention.linear_proj.weight"
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneProcess]:
     with pytest.MonkeyPatch.context() as patch:
+        # Half of the responses show every fault in half the time.
+        patch.setattr(numerics, "RESPONSES", 32)
         yield OneProcess(tmp_path_factory.mktemp("numerics"), patch)
 
 
@@ -85,6 +92,9 @@ def test_a_fault_of_the_engines_fails_exactly_its_rows(loop: OneProcess, fault: 
     if fault == "shared seed":
         # Its test assumes independent samples.
         assert rows(card, RowVerdict.ABSENT) == {"sampling distribution"}
+    if fault == "damaged by the carrier":
+        assert SWAPPED in card.failed[0].details[0]
+        assert rows(card, RowVerdict.ABSENT) == {row.name for row in card.rows} - {"weights"}
 
 
 def test_a_fault_of_one_engine_is_named_with_the_engine(loop: OneProcess) -> None:
@@ -92,13 +102,6 @@ def test_a_fault_of_one_engine_is_named_with_the_engine(loop: OneProcess) -> Non
     (row,) = (row for row in card.rows if row.name == "log-probs")
     assert row.failed
     assert all(line.startswith("engine 1, depth ") for line in row.details)
-
-
-def test_damaged_weights_name_the_tensor(loop: OneProcess) -> None:
-    card = verified(loop, "damaged", CanaryEngines("damaged by the carrier"))
-    (row,) = card.failed
-    assert SWAPPED in row.details[0]
-    assert rows(card, RowVerdict.ABSENT) == {row.name for row in card.rows} - {"weights"}
 
 
 def test_shards_exchanged_before_the_digest_fail_the_log_probs(
@@ -135,6 +138,19 @@ def test_a_parameter_without_gradient_is_named(
     assert failed(card) == {"gradients"}
     (row,) = card.failed
     assert row.details == (DETACHED,)
+
+
+def test_training_reports_a_parameter_without_gradient_once(
+    loop: OneProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.Policy, "build", detached(Policy.build))
+    run_dir = loop.run(loop.config("trained", "run.steps=6"), Engines())
+    found = {row["step"]: row.get("policy/without_gradient") for row in read_metrics(run_dir)}
+    assert found == {1: None, 2: None, 3: None, 4: None, 5: 1.0, 6: None}
+    record = json.loads((run_dir / FILE).read_text())
+    assert record == {"step": 5, "trainable": 19, "parameters": [DETACHED]}
+    texts = [event.text for event in read_events(run_dir)]
+    assert any("1 trainable parameters have had no gradient" in text for text in texts)
 
 
 def test_settings_that_only_the_engines_have_fail_the_distribution(loop: OneProcess) -> None:
