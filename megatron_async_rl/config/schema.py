@@ -87,6 +87,12 @@ class RunConfig(Strict):
     numerics: NumericsConfig | None = None
     """Null for a run that trains."""
 
+    @model_validator(mode="after")
+    def _one_purpose(self) -> RunConfig:
+        if self.replay is not None and self.numerics is not None:
+            raise ValueError("replay repeats steps and numerics trains none; remove one of the two")
+        return self
+
     @property
     def last_step(self) -> int:
         """Step after which the run ends. `steps` counts for schedules in any case."""

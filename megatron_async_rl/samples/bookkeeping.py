@@ -58,16 +58,23 @@ def repetitions(samples: pa.RecordBatch) -> Repetitions:
     starts = np.cumsum(lengths) - lengths
     # One sum per sample; a batch has no empty response.
     totals = np.add.reduceat(logp.astype(np.float64) * mask, starts) if len(starts) else starts
-    chances = np.exp(np.minimum(totals, 0.0))
+    chances = np.exp(np.minimum(totals, 0.0)).tolist()
+    # One copy of all bytes: a slice of bytes is much cheaper than an array's.
+    raw, size = responses.tobytes(), responses.dtype.itemsize
+    bounds = [0, *(np.cumsum(lengths) * size).tolist()]
+    known: set[tuple[int, bytes]] = set()
+    earlier: dict[int, float] = {}
     count, expected = 0, 0.0
-    known: dict[int, dict[bytes, float]] = {}
     groups = samples.column("group").to_pylist()
-    for group, start, length, chance in zip(groups, starts, lengths, chances, strict=True):
-        before = known.setdefault(group, {})
-        expected += min(1.0, sum(before.values()))
-        response = responses[start : start + length].tobytes()
-        count += response in before
-        before.setdefault(response, float(chance))
+    for group, start, end, chance in zip(groups, bounds, bounds[1:], chances, strict=False):
+        before = earlier.get(group, 0.0)
+        expected += before if before < 1.0 else 1.0
+        response = group, raw[start:end]
+        if response in known:
+            count += 1
+        else:
+            known.add(response)
+            earlier[group] = before + chance
     return Repetitions(count=count, expected=expected)
 
 
