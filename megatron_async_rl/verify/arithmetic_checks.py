@@ -98,10 +98,10 @@ class TokenCounts(RunCheck):
                     "reward/mean": rewards / valid,
                     "response/length_mean": lengths / valid,
                 }
-            for name, value in expected.items():
+            for name, summed in expected.items():
                 found = self._lines[step].get(name)
-                if found is not None and not _equal(found, value, exact=name not in MEANS):
-                    wrong.add(f"step {step}: {name} is {found:g}, and the log has {value:g}")
+                if found is not None and not _equal(found, summed, exact=name not in MEANS):
+                    wrong.add(f"step {step}: {name} is {found:g}, and the log has {summed:g}")
         if not compared:
             why = "no step has all its samples in the log"
             if not self._records.config.has_engines:

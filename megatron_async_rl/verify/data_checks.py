@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_async_rl.config.problem import DataError, UserError
+from megatron_async_rl.config.problem import DataError, UserError, number_of
 from megatron_async_rl.data import read_training
 from megatron_async_rl.data.source import PromptSource, SupervisedSource, fitting
 from megatron_async_rl.data.tokenizer import tokenizer_of
@@ -53,7 +53,7 @@ class DataUnchanged(RunCheck):
                 if _digests(start.data.get(what)) != _digests(first.data.get(what)):
                     wrong.add(f"the start at step {start.step} had other {what} prompts")
         count = sum(int(one["count"]) for one in starts[-1].data["training"])
-        value = f"{count:,} rows, {len(starts)} starts"
+        value = f"{count:,} rows, {number_of('start', len(starts))}"
         try:
             now = self._now()
         except (DataError, UserError, OSError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_async_rl.config.problem import number_of
 from megatron_async_rl.metrics.load_log import read_loads
 from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
 from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
@@ -54,7 +55,10 @@ class EngineLoads(RunCheck):
             why = "no loads.jsonl with digests: a version before this record made the run"
             yield absent(NAME, why, BOUND, REMEDY)
             return
-        value = f"{count} loads of {len(versions)} versions by {len(engines)} engines"
+        value = (
+            f"{number_of('load', count)} of {number_of('version', len(versions))} by"
+            f" {number_of('engine', len(engines))}"
+        )
         if wrong:
             value = f"{wrong.count} of {value} differ"
         if unknown:

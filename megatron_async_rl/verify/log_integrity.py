@@ -43,7 +43,7 @@ class LogIntegrity:
         self._faults = Places()
         self.notes: list[str] = []
         self.samples = 0
-        self._count, self._lowest, self._highest = 0, None, -1
+        self._count, self._highest = 0, -1
         self._lowest: int | None = None
         # Groups whose other row has not been read: rows of a resumed run may be in an older file.
         self._waiting: set[int] = set()

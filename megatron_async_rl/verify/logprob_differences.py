@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 
-from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.problem import UserError, number_of
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.metrics.lag0_log import Lag0Line, read_lag0
 from megatron_async_rl.verify.run_check import RunCheck, RunRecords
@@ -153,7 +153,7 @@ class LogprobDifferences(RunCheck):
             return
         versions = self._by_version.means()
         newest = f", the newest at step {self._newest}"
-        value = f"{self._tokens:,} tokens in {self._steps} steps{newest}"
+        value = f"{self._tokens:,} tokens in {number_of('step', self._steps)}{newest}"
         yield row(EVIDENCE, value, EVIDENCE_BOUND, True, EVIDENCE_REMEDY)
         yield self._mean_row()
         yield self._cells_row("depth", self._by_depth.means(), lambda one: f"depth {2**one}")
@@ -182,7 +182,7 @@ class LogprobDifferences(RunCheck):
 
     def _cells_row(self, kind: str, cells: Mapping[int, float], name_of: object) -> ScorecardRow:
         if len(cells) < 2:
-            why = f"evidence for {len(cells)} {kind}{'s' * (len(cells) != 1)} only"
+            why = f"evidence for {number_of(kind, len(cells))} only"
             return absent(NAMES[kind], why, "", REMEDIES[kind])
         assert callable(name_of)
         typical = median(cells.values())
@@ -196,7 +196,8 @@ class LogprobDifferences(RunCheck):
 
     def _trend_row(self, means: list[float]) -> ScorecardRow:
         if len(means) < MIN_TREND_VERSIONS:
-            why = f"evidence for {len(means)} versions; a trend needs {MIN_TREND_VERSIONS}"
+            found = number_of("version", len(means))
+            why = f"evidence for {found}; a trend needs {MIN_TREND_VERSIONS}"
             return absent(NAMES["trend"], why, "", REMEDIES["trend"])
         size = len(means) // TREND_PARTS
         # Medians, so that one version, which has a row of its own, does not make a trend.

@@ -148,18 +148,19 @@ class SampleBlock:
         np.minimum.at(oldest, used, of_versions)
         np.maximum.at(newest, used, of_versions)
         content = self.response_ids.astype(np.int32)
-        columns = (self.ids, self.numbers("group").tolist(), self.numbers("engine").tolist())
-        more = (
-            self.numbers("finished_at").tolist(),
-            self.numbers("reward").tolist(),
-            self.numbers("valid").tolist(),
-        )
+        groups, engines = self.numbers("group").tolist(), self.numbers("engine").tolist()
+        finished, rewards = self.numbers("finished_at").tolist(), self.numbers("reward").tolist()
+        valid = self.numbers("valid").tolist()
         prompts = self.text_column("prompt_id")
         starts = self.starts
         return [
             SampleFacts(
-                *(column[row] for column in columns),
-                *(column[row] for column in more),
+                id=self.ids[row],
+                group=groups[row],
+                engine=engines[row],
+                finished_at=finished[row],
+                reward=rewards[row],
+                valid=valid[row],
                 tokens=int(self.lengths[row]),
                 trained=int(trained[row]),
                 log_prob=float(total[row]),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.problem import UserError, number_of
 from megatron_async_rl.metrics.log import MetricRow, digest_of_step
 from megatron_async_rl.policy.checkpoint_folder import (
     RECORD_FILE,
@@ -66,7 +66,7 @@ class StoredWeights(RunCheck):
         if not kept and not (export / DIGESTS).is_file():
             yield absent(DISK, "no checkpoint was kept", DISK_BOUND, DISK_REMEDY)
             return
-        value = f"{len(kept)} checkpoints" + (", exported model" if export.is_dir() else "")
+        value = number_of("checkpoint", len(kept)) + (", exported model" if export.is_dir() else "")
         if wrong:
             value = f"{wrong.count} damaged files in {value}"
         yield row(DISK, value, DISK_BOUND, not wrong, DISK_REMEDY, wrong.first)
@@ -109,7 +109,13 @@ class WeightChain(RunCheck):
             return
         resumes = self._check_starts()
         saved = self._check_checkpoints()
-        value = f"{self._steps} steps, {resumes} resumes, {saved} checkpoints"
+        value = ", ".join(
+            (
+                number_of("step", self._steps),
+                number_of("resume", resumes),
+                number_of("checkpoint", saved),
+            )
+        )
         if self._wrong:
             value = f"{self._wrong.count} breaks in {value}"
         yield row(CHAIN, value, CHAIN_BOUND, not self._wrong, CHAIN_REMEDY, self._wrong.first)

@@ -25,7 +25,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.starts import config_of, read_starts
 from megatron_async_rl.launch.run_lock import is_taken
-from megatron_async_rl.metrics.log import MetricsReader, digests_of_steps
+from megatron_async_rl.metrics.log import MetricRow, MetricsReader, digests_of_steps
 from megatron_async_rl.samples.frames import FOLDER, file_of
 from megatron_async_rl.samples.segments import read_batches
 from megatron_async_rl.verify.arithmetic_checks import LearningRates, TokenCounts
@@ -119,8 +119,9 @@ def verify_run(run_dir: Path, console: Console) -> Scorecard:
         for check in checks:
             check.measured(row)
     _read_log(records, log, checks, console)
+    every: list[RunCheck | LogIntegrity] = [log, *checks]
     with console.status("reading checkpoints and data") if console.is_terminal else nullcontext():
-        rows = [row for check in (log, *checks) for row in check.result()]
+        rows = [row for check in every for row in check.result()]
     card = Scorecard(subject=str(run_dir), rows=tuple(rows), notes=tuple(_notes(records, log)))
     write_file(run_dir / FILE, card.text())
     return card
@@ -134,9 +135,9 @@ def _notes(records: RunRecords, log: LogIntegrity) -> Iterator[str]:
     yield from log.notes
 
 
-def _metric_rows(run_dir: Path) -> Iterator[dict[str, object]]:
+def _metric_rows(run_dir: Path) -> Iterator[MetricRow]:
     for block in MetricsReader(run_dir).blocks():
-        yield from block.rows  # type: ignore[misc]
+        yield from block.rows
 
 
 def _read_log(
