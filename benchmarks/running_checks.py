@@ -31,8 +31,8 @@ VOCABULARY = {"demo": 14, "100": 32768}
 
 
 class Clock:
-    """Seconds of CPU time spent in the wrapped functions, by name, without other wrapped functions that they
-    call."""
+    """Seconds of CPU time spent in the wrapped functions, by name, without other wrapped functions
+    that they call."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = defaultdict(float)

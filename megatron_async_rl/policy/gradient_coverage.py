@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,16 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron_async_rl.config.durable import write_file
+from megatron_async_rl.metrics.coverage_record import CoverageRecord, write_coverage
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import whole_model_names
 
 log = logging.getLogger(__name__)
 
-FILE = "without_gradient.json"
-"""File in the run's folder: step, number of trainable parameters, and the names without gradient.
-`mar verify` reads it."""
 REPORT_AFTER = 5
 """Number of steps with a gradient after which the parameters without one are reported. Adapters
 start at zero, and half of them get no gradient in the first step."""
@@ -125,5 +121,5 @@ class CoverageReport:
                 ", ".join(names[:4]) + ("" if len(names) <= 4 else ", ..."),
             )
         if self._folder is not None:
-            record = {"step": step, "trainable": trainable, "parameters": names}
-            write_file(self._folder / FILE, (json.dumps(record, indent=1) + "\n").encode())
+            record = CoverageRecord(step=step, trainable=trainable, parameters=tuple(names))
+            write_coverage(self._folder, record)

@@ -49,6 +49,8 @@ NORMAL_LIMIT = 4.9
 FEWEST = 5.0
 """Smallest expected count of a bin of the chi-squared test; rarer tokens share one bin."""
 
+UPDATED = ("log-probs after an update", "prefix cache")
+"""Rows of the second version."""
 SAME_SETTINGS = (
     "compare rollout.sampling with the engines' logs; if only one engine differs, look for"
     " differences in rollout.vllm, the software and the devices of its machine"
@@ -141,6 +143,12 @@ def _cells(
             yield engine, 2**exponent, chosen & (engines == engine) & (exponents == exponent)
 
 
+def of_another_distribution(name: str, renormalised: Sequence[str]) -> ScorecardRow:
+    """Return the row of log-probs that the two sides compute of different distributions."""
+    why = f"with {', '.join(renormalised)} the engines' log-probs are of another distribution"
+    return absent(name, why, "", "see the row `sampling distribution`")
+
+
 def initial_row(samples: CanarySamples) -> ScorecardRow:
     """Return the row of the log-probs under the model's own weights."""
     remedy = (
@@ -156,7 +164,6 @@ def updated_rows(
 ) -> Iterator[ScorecardRow]:
     """Yield the rows of the log-probs under changed weights. long_prompt: length of lengthened
     prompts; 0 for none."""
-    names = ("log-probs after an update", "prefix cache")
     remedies = (
         "an engine samples with other weights than it loaded, such as copies in fused layers or"
         " captured graphs: compare rollout.vllm with its defaults, and set"
@@ -170,8 +177,8 @@ def updated_rows(
     assert first.first is not None
     moved = float(np.abs(first.first.moved).mean())
     rounding = FACTOR * float(np.abs(second.rounded - second.trainer)[second.trained].mean())
-    for name, remedy, chosen in zip(names, remedies, (~long, long), strict=True):
-        if name == "prefix cache" and not long.any():
+    for name, remedy, chosen in zip(UPDATED, remedies, (~long, long), strict=True):
+        if name == UPDATED[1] and not long.any():
             why = "no canary prompt is longer than a block of the cache"
             yield absent(name, why, "", "raise rollout.max_context")
         # Otherwise a stale engine would look like rounding.

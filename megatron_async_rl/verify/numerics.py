@@ -133,15 +133,21 @@ def _rows(config: Config, versions: Sequence[CanarySamples]) -> Iterator[Scoreca
         first = versions[0]
         ends = {*load_tokenizer(config.model.path).eos_ids, *sampling.stop_token_ids}
         repeated = checks.repeated_responses(first)
-        yield checks.initial_row(first)
+        if sampling.renormalised:
+            yield checks.of_another_distribution("log-probs", sampling.renormalised)
+        else:
+            yield checks.initial_row(first)
         yield checks.sampling_row(first, sampling.renormalised, repeated)
         yield checks.seeds_row(first, repeated)
         yield checks.tokens_row(versions, ends)
         yield checks.gradients_row(first)
-    if len(versions) == NUMERICS_VERSIONS:
+    if len(versions) == NUMERICS_VERSIONS and not sampling.renormalised:
         yield from checks.updated_rows(
             versions[0], versions[1], settings.prompts, settings.long_prompt
         )
-    else:
-        for name in ("log-probs after an update", "prefix cache"):
+        return
+    for name in checks.UPDATED:
+        if sampling.renormalised:
+            yield checks.of_another_distribution(name, sampling.renormalised)
+        else:
             yield absent(name, "the second version was not sampled", "", remedy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch
 from megatron_async_rl import train
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.metrics.coverage_record import CoverageRecord, read_coverage
 from megatron_async_rl.metrics.log import read_metrics
-from megatron_async_rl.policy.gradient_coverage import FILE
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.verify import numerics
 from megatron_async_rl.verify.numerics import numerics_overrides, numerics_scorecard
+from megatron_async_rl.verify.received_gradients import ReceivedGradients
 from megatron_async_rl.verify.scorecard import RowVerdict, Scorecard
 from megatron_async_rl.watchdog.events import read_events
 from megatron_async_rl.weights.export import WeightExporter
@@ -147,8 +147,10 @@ def test_training_reports_a_parameter_without_gradient_once(
     run_dir = loop.run(loop.config("trained", "run.steps=6"), Engines())
     found = {row["step"]: row.get("policy/without_gradient") for row in read_metrics(run_dir)}
     assert found == {1: None, 2: None, 3: None, 4: None, 5: 1.0, 6: None}
-    record = json.loads((run_dir / FILE).read_text())
-    assert record == {"step": 5, "trainable": 19, "parameters": [DETACHED]}
+    assert read_coverage(run_dir) == CoverageRecord(step=5, trainable=19, parameters=(DETACHED,))
+    (row,) = ReceivedGradients(run_dir).result()
+    assert row.failed
+    assert (row.value, row.details) == ("18 of 19 by step 5", (DETACHED,))
     texts = [event.text for event in read_events(run_dir)]
     assert any("1 trainable parameters have had no gradient" in text for text in texts)
 
@@ -158,6 +160,7 @@ def test_settings_that_only_the_engines_have_fail_the_distribution(loop: OneProc
     (row,) = card.failed
     assert row.name == "sampling distribution"
     assert "top_p: 0.9" in row.details[0]
+    assert rows(card, RowVerdict.ABSENT) == LOGPROBS
 
 
 def test_a_config_without_engines_is_refused(loop: OneProcess) -> None:
