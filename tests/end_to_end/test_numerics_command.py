@@ -10,13 +10,6 @@ import yaml
 from tests.end_to_end.workspace import Workspace
 from tests.thorough import thorough
 
-STALE = """
-from megatron_async_rl.rollout.vllm import engine_core
-
-# vLLM's cache then ignores the version of the weights.
-engine_core.cache_by_version = lambda: None
-"""
-
 
 def verified(workspace: Workspace, name: str, *overrides: str) -> tuple[int, dict[str, Any]]:
     """Return the exit code and the scorecard's JSON."""
@@ -42,15 +35,3 @@ def test_a_sound_config_passes_every_row(workspace: Workspace) -> None:
     weights = next(row for row in card["rows"] if row["name"] == "weights")
     assert weights["value"].startswith("2 versions, 2 engines, ")
     assert not (workspace.folder / "runs" / "numerics" / "metrics.jsonl").exists()
-
-
-@thorough
-def test_a_prefix_cache_without_versions_fails_its_row(workspace: Workspace) -> None:
-    """`sitecustomize` runs in every process, vLLM's included."""
-    hook = workspace.folder / "stale"
-    hook.mkdir()
-    (hook / "usercustomize.py").write_text(STALE)
-    stale = Workspace(workspace.folder, {"PYTHONPATH": f"{hook}"})
-    code, card = verified(stale, "numerics_stale")
-    assert code == 1
-    assert {row["name"] for row in card["rows"] if row["verdict"] == "failed"} == {"prefix cache"}

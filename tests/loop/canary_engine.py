@@ -38,7 +38,8 @@ class CanaryEngine(FakeEngine):
         self._reader = BucketReader()
         self._prefixes: dict[tuple[Any, ...], Any] = {}
         config = transformers.AutoConfig.from_pretrained(spec.model_path)
-        self._model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        self._model = model.to(getattr(torch, spec.dtype))
 
     async def update(
         self, version: int, manifest: Manifest, first: bool = True, last: bool = True
@@ -74,8 +75,11 @@ class CanaryEngine(FakeEngine):
         ids, logp = np.zeros((count, maximum), np.int32), np.zeros((count, maximum), np.float32)
         sharper = 1.5 if self.fault in ("temperature", "unreported temperature") else 1.0
         for place in range(maximum):
-            output = self._model(input_ids=inputs, past_key_values=cache, use_cache=True)
-            logits = output.logits[:, -1].float() / self._temperature
+            hidden = self._model.model(
+                input_ids=inputs, past_key_values=cache, use_cache=True
+            ).last_hidden_state[:, -1]
+            # Logits in float32 in every precision, as engines compute them.
+            logits = hidden.float() @ self._model.lm_head.weight.float().t() / self._temperature
             drawn = torch.softmax(logits * sharper, -1)
             chosen = [
                 torch.multinomial(row, 1, generator=generator)

@@ -62,8 +62,10 @@ def rows(card: Scorecard, verdict: RowVerdict) -> set[str]:
     return {row.name for row in card.rows if row.verdict is verdict}
 
 
-def test_a_sound_config_passes_every_row(loop: OneProcess) -> None:
-    card = verified(loop, "sound", CanaryEngines())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sound_config_passes_every_row(loop: OneProcess, dtype: str) -> None:
+    """transformers and Megatron compute the same model, and differ by rounding."""
+    card = verified(loop, dtype, CanaryEngines(), f"model.dtype={dtype}")
     assert rows(card, RowVerdict.PASSED) == {row.name for row in card.rows}, card.text()
     assert card.exit_code == 0
     values = {row.name: row.value for row in card.rows}
@@ -82,6 +84,11 @@ FAULTS = {
     "after the end": {"tokens"},
     "damaged by the carrier": {"weights"},
 }
+
+
+def test_a_stale_prefix_exceeds_the_rounding_of_bfloat16(loop: OneProcess) -> None:
+    card = verified(loop, "bf16", CanaryEngines("stale prefix cache"), "model.dtype=bfloat16")
+    assert failed(card) == {"prefix cache"}, card.text()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
