@@ -41,8 +41,8 @@ from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
 
 FACTOR = 6.0
 """Largest difference of two implementations, in effects of one rounding per layer. A layer rounds
-about ten times on each side, and independent roundings add up like sqrt(20) = 4.5 of them. Measured:
-0.7 to 2.0 (transformers and vLLM against Megatron, float32 and bfloat16)."""
+about ten times on each side, and independent roundings add up like sqrt(20) = 4.5 of them; 0.7 to
+2.0 were measured (transformers and vLLM against Megatron, float32 and bfloat16)."""
 LOGPROB_ROUNDOFF = 4 * 2.0**-24
 """Relative error of a float32 log-prob: a few roundings of its sums."""
 NORMAL_LIMIT = 4.9

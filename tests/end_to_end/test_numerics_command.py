@@ -1,4 +1,4 @@
-"""`mar verify CONFIG --numerics` as a command, with two tensor-parallel ranks and two vLLM engines."""
+"""`mar verify CONFIG --numerics` with two tensor-parallel ranks and two vLLM engines."""
 
 from __future__ import annotations
 
