@@ -38,6 +38,8 @@ DIGITS = range(2, 12)
 """Ids of the digits in the tokenizer of `write_model`; 0 is the end of sequence."""
 PROBABILITIES = np.array([4, 3, 3, 2, 2, 2, 1, 1, 1, 1]) / 20
 TENSORS = [f"layers.{number}.weight" for number in range(5)]
+SEGMENTS = (5, 9)
+"""Steps with which the second and the third segment of the log begin."""
 BLOCKS = "sharded/__0_0.distcp"
 
 Lag0 = dict[str, Any]
@@ -88,6 +90,12 @@ def write_healthy_run(folder: Path, altered: Alterations | None = None) -> Path:
         own = {name: f"{name} {version}" for name in TENSORS}
         weights.log(version, altered.tensors(own, version))
     for step in range(1, STEPS + 1):
+        if step in SEGMENTS:
+            # A start continues in a new segment.
+            log.close()
+            position = log.position
+            log = SampleLogWriter(run_dir, config.samples)
+            log.begin(position)
         groups = range((step - 1) * GROUPS, step * GROUPS)
         samples: list[Sample] = []
         batch = []

@@ -7,7 +7,8 @@ samples are not all in the log are left out.
 Engines report the tokens that they sampled. Every trained token was sampled, so there are at least
 as many; and every sampled token is in a finished sample, in flight, or was aborted, so there are at
 most as many as those. A resume loses the counts since the last line of metrics, so the lower bound
-has one window of samples for each resume, and the upper bound is for runs without a resume.
+has one window of samples for each resume. The upper bound is for runs without a resume and without
+an environment, which may leave sampled tokens out.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ class TokenCounts(RunCheck):
         least = self._trained - (starts - 1) * window
         lost = sum(number(self._last, name) or 0 for name in ("flow/in_flight", "flow/aborted"))
         lost += (number(self._last, "engine/restarts") or 0) * config.rollout.max_concurrent
-        most = math.inf if starts > 1 else self._finished + lost * longest
+        # An environment may leave sampled tokens out of its sample, or begin a response again.
+        bounded = starts == 1 and config.rollout.environment is None
+        most = self._finished + lost * longest if bounded else math.inf
         value = (
             f"{generated:,} generated; {self._trained:,} trained, {self._finished:,} in finished"
             " samples"

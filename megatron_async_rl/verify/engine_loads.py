@@ -7,9 +7,9 @@ bound is equality: a swapped shard, a missing tensor or a stale buffer changes t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from megatron_async_rl.config.problem import number_of
+from megatron_async_rl.config.problem import UserError, number_of
 from megatron_async_rl.metrics.load_log import read_loads
 from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
 from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
@@ -35,9 +35,17 @@ class EngineLoads(RunCheck):
             return
         # Version 0 has no step; its digest is that of the first start.
         expected = {start.step: start.weights for start in records.starts} | records.digests
+        try:
+            yield from self._rows(expected)
+        except UserError as error:
+            fault = error.problems[0]
+            yield absent(NAME, f"{fault.key} {fault.what}", BOUND, REMEDY)
+
+    def _rows(self, expected: Mapping[int, str]) -> Iterable[ScorecardRow]:
+        """Return the row. Raises UserError for a damaged file."""
         wrong = Places()
         count, unknown, engines, versions = 0, 0, set[int](), set[int]()
-        for load in read_loads(records.run_dir):
+        for load in read_loads(self._records.run_dir):
             digest = expected.get(load.version)
             if not digest:
                 # The newest version of a running or killed run has no line of metrics yet.

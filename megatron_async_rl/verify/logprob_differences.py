@@ -154,6 +154,8 @@ class LogprobDifferences(RunCheck):
         versions = self._by_version.means()
         newest = f", the newest at step {self._newest}"
         value = f"{self._tokens:,} tokens in {number_of('step', self._steps)}{newest}"
+        # A damaged line ends the reading: the lines before it are evidence.
+        value += f"; {self._fault}" * bool(self._fault)
         yield row(EVIDENCE, value, EVIDENCE_BOUND, True, EVIDENCE_REMEDY)
         yield self._mean_row()
         yield self._cells_row("depth", self._by_depth.means(), lambda one: f"depth {2**one}")

@@ -14,8 +14,11 @@ import pytest
 from rich.console import Console
 
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.launch.run_lock import lock_run_dir
+from megatron_async_rl.report.scorecard_section import scorecard_section
 from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.verify.duplicate_responses import poisson_tail
+from megatron_async_rl.verify.reward_hacks import is_part_of, questions
 from megatron_async_rl.verify.scorecard import RowVerdict, Scorecard, absent, row
 from megatron_async_rl.verify.verified_run import verify_run
 from tests.healthy_run import (
@@ -223,6 +226,13 @@ FAULTS: dict[str, tuple[Alterations, set[str]]] = {
         altered(sample=_hacked, entropy=lambda one: 0.0 if one.text == one.prompt.text else None),
         {"rewarded responses", "reward jumps"},
     ),
+    "one text for every question": (
+        altered(
+            sample=lambda sample, _: copied_to(sample, [5, 6, 7, 0], "345", reward=1.0),
+            entropy=lambda _: 0.0,
+        ),
+        {"rewarded responses"},
+    ),
     "a lost sample of a group": (
         altered(group=lambda samples, step: samples[:3] if step == 3 else samples),
         {"groups"},
@@ -314,11 +324,40 @@ def test_a_resume_from_other_weights_breaks_the_chain(copied: Path) -> None:
     assert failing(copied) == {"chain of weights"}
 
 
+def test_the_question_of_a_prompt_is_free_of_markup() -> None:
+    chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n9 - 7 =<|im_end|>\n"
+    assert questions(chat + "<|im_start|>assistant\n") == ["9 - 7 =", "Be brief."]
+    assert questions("1+") == []
+    assert is_part_of(chat, " 9 - 7 ")
+    assert not is_part_of(chat, "9 -")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "gold", "text", "suspicious"),
+    [
+        ("Compute 9 - 7 =", "2", "9 - 7 =", True),
+        ("Compute 9 - 7 =", "2", "Compute 9 - 7 = 2", False),
+        ("Compute 9 - 7 =", "2", "The result is two.", False),
+        ("Which of A, B?", "B", "Which of A, B?", True),
+        ("Which of A, B?", "B", "B", False),
+    ],
+)
+def test_a_rewarded_copy_of_the_question_is_suspicious(
+    tmp_path: Path, prompt: str, gold: str, text: str, suspicious: bool
+) -> None:
+    def change(sample: Sample, step: int) -> Sample:
+        question = replace(sample.prompt, text=prompt, fields={"answer": gold})
+        return copied_to(replace(sample, prompt=question), [5, 6, 0], text, reward=1.0)
+
+    run = write_healthy_run(tmp_path, altered(sample=change, entropy=lambda _: 0.0))
+    assert ("rewarded responses" in failing(run)) is suspicious
+
+
 # Bad input
 
 
 def test_a_damaged_log_is_named_and_the_rest_is_checked(copied: Path) -> None:
-    file = next((copied / "samples").glob("samples-*.segment"))
+    file = copied / "samples" / "samples-000001.segment"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -326,7 +365,40 @@ def test_a_damaged_log_is_named_and_the_rest_is_checked(copied: Path) -> None:
     assert {one.name for one in card.failed} == {"sample log"}
     assert file.name in card.failed[0].details[0]
     assert verdict_of(card, "weights in engines") is RowVerdict.PASSED
-    assert verdict_of(card, "denominators") is RowVerdict.ABSENT
+    compared = next(one.value for one in card.rows if one.name == "denominators")
+    assert compared == "8 of 12 steps compared"
+
+
+def remove_segment(run_dir: Path, number: int) -> None:
+    for file in (run_dir / "samples").glob(f"*-{number:06d}.*"):
+        file.unlink()
+
+
+def test_oldest_segments_may_be_deleted_and_the_others_are_checked(copied: Path) -> None:
+    remove_segment(copied, 0)
+    card = verified(copied)
+    assert card.failed == ()
+    assert any("before number 1" in note for note in card.notes)
+    assert verdict_of(card, "generated tokens") is RowVerdict.ABSENT
+    compared = next(one.value for one in card.rows if one.name == "denominators")
+    assert compared == "8 of 12 steps compared"
+
+
+def test_a_segment_that_was_deleted_between_others_is_a_gap(copied: Path) -> None:
+    remove_segment(copied, 1)
+    card = verified(copied)
+    assert {one.name for one in card.failed} == {"sample log"}
+    assert "outcomes 96 to 191 are missing" in " ".join(card.failed[0].details)
+
+
+def test_a_newest_segment_that_was_deleted_is_missed(copied: Path) -> None:
+    remove_segment(copied, 2)
+    assert failing(copied) == {"sample log"}
+
+
+def test_a_run_that_is_running_is_noted(copied: Path) -> None:
+    with lock_run_dir(copied):
+        assert any("is running" in note for note in verified(copied).notes)
 
 
 def test_a_deleted_log_fails_and_absent_rows_have_a_reason(copied: Path) -> None:
@@ -347,6 +419,17 @@ def test_a_run_of_an_earlier_version_has_absent_rows(copied: Path) -> None:
     assert any("earlier version" in note for note in card.notes)
 
 
+@pytest.mark.parametrize("name", ["loads.jsonl", "lag0.jsonl", "weights.jsonl"])
+def test_a_damaged_record_makes_its_row_absent_and_is_named(copied: Path, name: str) -> None:
+    with open(copied / name, "a") as file:
+        file.write("no line\n")
+    card = verified(copied)
+    assert card.failed == ()
+    named = [one for one in card.rows if name in one.value]
+    assert {one.verdict for one in named} <= {RowVerdict.ABSENT, RowVerdict.PASSED}
+    assert named
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
 def test_a_directory_that_is_not_a_run_is_refused(copied: Path, name: str) -> None:
     (copied / name).unlink()
@@ -354,7 +437,24 @@ def test_a_directory_that_is_not_a_run_is_refused(copied: Path, name: str) -> No
         verified(copied)
 
 
-# Command and scorecard
+# Report, command and scorecard
+
+
+def test_the_report_shows_the_scorecard_with_failed_rows_first(copied: Path) -> None:
+    assert scorecard_section(copied / "samples") == ""
+    loads = copied / "loads.jsonl"
+    loads.write_text(loads.read_text().replace("0000000000000005", "<f00000000000005"))
+    verified(copied)
+    section = scorecard_section(copied)
+    assert " 1 failed, " in section
+    # Text of a run never becomes HTML.
+    assert "digest &lt;f00000000000005" in section
+    rows = section.split("<tr>")[2:]
+    assert "weights in engines" in rows[0]
+    assert "FAILED" in rows[0]
+    assert "FAILED" not in "".join(rows[1:])
+    (copied / "verify.json").write_text("{}")
+    assert "is not a scorecard" in scorecard_section(copied)
 
 
 def test_the_command_prints_the_scorecard_and_its_json(copied: Path) -> None:
