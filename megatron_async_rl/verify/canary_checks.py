@@ -106,7 +106,8 @@ def logprob_row(
     difference = np.abs(samples.engine.astype(np.float64) - samples.trainer)
     rounding = np.abs(samples.rounded.astype(np.float64) - samples.trainer)
     own = LOGPROB_ROUNDOFF * np.maximum(np.abs(samples.trainer), 1.0)
-    worst, largest, details = 0.0, (0.0, 0.0), []
+    details: list[str] = []
+    worst, largest = 0.0, (0.0, 0.0)
     overall = float(rounding[chosen].mean())
     for engine, depth, tokens in _cells(samples, chosen):
         # A bucket of few tokens has a noisy mean, so that of all tokens counts, too.
