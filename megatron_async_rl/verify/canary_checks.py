@@ -116,9 +116,10 @@ def logprob_row(
         largest_bound = FACTOR * float(rounding[chosen].max()) + float(own[tokens].max())
         mean, maximum = float(difference[tokens].mean()), float(difference[tokens].max())
         used = max(mean / mean_bound, maximum / largest_bound)
-        if used > worst:
+        # Negated comparisons, because a difference that is not a number must fail.
+        if not used <= worst:
             worst, largest = used, (mean, mean_bound)
-        if used > 1.0:
+        if not used <= 1.0:
             details.append(
                 f"engine {engine}, depth {depth} to {2 * depth - 1}: mean |difference| {mean:.2g}"
                 f" (bound {mean_bound:.2g}), largest {maximum:.2g} (bound {largest_bound:.2g}),"
