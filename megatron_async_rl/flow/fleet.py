@@ -27,7 +27,7 @@ from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.watch import await_named, cancel_all
-from megatron_async_rl.weights.digest import version_digest
+from megatron_async_rl.weights.version_digest import version_digest
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,13 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
+
+from megatron_async_rl.weights.version_digest import version_digest as version_digest
 
 WORD, HALF = 8, 4
 """Size of a piece in bytes."""
@@ -90,13 +91,6 @@ def digest_text(dtype: torch.dtype, shape: Sequence[int], sums: Sequence[int]) -
 def tensor_digest(tensor: Tensor) -> str:
     """Return a whole tensor's digest; strides and device do not matter."""
     return digest_text(tensor.dtype, tensor.shape, partial_digest(tensor).tolist())
-
-
-def version_digest(digests: Mapping[str, str]) -> str:
-    """Return 64 bits, as 16 hexadecimal digits, that depend on every tensor of a version. digests:
-    of `digest_text`, by name, in any order."""
-    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
-    return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
 
 
 def _lies_in_words(bits: Tensor, lead: int) -> bool:
