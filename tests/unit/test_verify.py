@@ -18,9 +18,11 @@ from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.report.scorecard_section import scorecard_section
 from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.verify.duplicate_responses import poisson_tail
+from megatron_async_rl.verify.group_checks import DroppedGroups
 from megatron_async_rl.verify.reward_hacks import is_part_of, questions
+from megatron_async_rl.verify.sample_block import EndedSample, SampleFacts
 from megatron_async_rl.verify.scorecard import RowVerdict, Scorecard, absent, row
-from megatron_async_rl.verify.verified_run import verify_run
+from megatron_async_rl.verify.verified_run import read_records, verify_run
 from tests.healthy_run import (
     BLOCKS,
     DIGITS,
@@ -185,7 +187,7 @@ FAULTS: dict[str, tuple[Alterations, set[str]]] = {
         altered(depth=lambda total, bucket: total * (8 if bucket == 4 else 1)),
         {"log-probs by depth"},
     ),
-    "an engine with another kernel": (
+    "two samples with large rounding": (
         altered(
             differences=lambda mean, _, sample: mean * (8 if sample.id in ("0-1", "9-1") else 1)
         ),
@@ -287,6 +289,42 @@ def test_a_fault_of_one_engine_shows_by_engine(tmp_path: Path) -> None:
 
     run = write_healthy_run(tmp_path, altered(sample=three_engines, differences=worse))
     assert failing(run) == {"log-probs by engine"}
+
+
+@pytest.mark.parametrize(
+    ("dropped", "length", "reason", "fails"),
+    [
+        (40, 30, "late", True),
+        (40, 12, "late", False),
+        (40, 30, "equal", False),
+        (4, 30, "late", False),
+    ],
+)
+def test_dropping_long_responses_fails(
+    healthy: Path, dropped: int, length: int, reason: str, fails: bool
+) -> None:
+    check = DroppedGroups(read_records(healthy))
+    numbers: dict[str, Any] = {
+        "id": "0-0",
+        "group": 0,
+        "engine": 0,
+        "finished_at": 0.0,
+        "reward": 1.0,
+        "valid": True,
+        "trained": 1,
+        "log_prob": -1.0,
+        "squares": 1.0,
+        "start": 0,
+        "last": 0,
+        "digest": 0,
+        "prompt_id": "p",
+    }
+    for _ in range(200):
+        check.ended(EndedSample(SampleFacts(tokens=10, **numbers), "trained", 1, None, 0))
+    for _ in range(dropped):
+        facts = SampleFacts(tokens=length, **numbers)
+        check.ended(EndedSample(facts, "dropped", 1, reason, None))
+    assert [one.failed for one in check.result()] == [fails]
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_found(copied: Path) -> None:
