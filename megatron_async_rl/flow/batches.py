@@ -107,7 +107,7 @@ class RolloutBatches:
         prompts, parts = training.prompts, training.parts
         if config.run.numerics is not None:
             # As many as a batch has groups, so that every version samples all of them.
-            prompts, parts = canary_prompts(training.prompts, config.run.numerics), ()
+            prompts, parts = tuple(canary_prompts(training.prompts, config.run.numerics)), ()
         source = PromptSource(
             prompts,
             seed=config.run.seed,

@@ -90,7 +90,7 @@ def trained_after_end(samples: pa.RecordBatch, ends: Collection[int]) -> NDArray
     turns = np.flatnonzero(begins)
     ended = trained & np.isin(responses, np.fromiter(ends, dtype=np.int64))
     # Number of end tokens before each token; constant offsets vanish within a turn.
-    before = np.cumsum(ended) - ended
+    before: NDArray[np.int64] = np.cumsum(ended) - ended
     turn = np.cumsum(begins) - 1
     late = np.zeros(len(responses), dtype=bool)
     if len(turns):
