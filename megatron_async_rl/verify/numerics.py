@@ -115,7 +115,9 @@ def numerics_scorecard(subject: str, config: Config) -> Scorecard:
         checks.weights_row(list(read_loads(run_dir)), versions, mismatch, config.weights.transport),
         *_rows(config, versions),
     )
-    notes = () if len(versions) == NUMERICS_VERSIONS else (f"the check ended early: {error}",)
+    # The launcher has shown the whole error.
+    why = error.partition("\n")[0] or "it was stopped"
+    notes = () if len(versions) == NUMERICS_VERSIONS else (f"the check ended early: {why}",)
     return Scorecard(subject=subject, rows=rows, notes=notes)
 
 
