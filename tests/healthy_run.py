@@ -23,6 +23,7 @@ from megatron_async_rl.data.source import PromptSource
 from megatron_async_rl.data.tokenizer import tokenizer_of
 from megatron_async_rl.flow.sample_log import SampleLogWriter
 from megatron_async_rl.flow.starts import Start, record_start
+from megatron_async_rl.metrics.coverage_record import CoverageRecord, write_coverage
 from megatron_async_rl.metrics.lag0_log import Lag0Log
 from megatron_async_rl.metrics.load_log import LoadLog
 from megatron_async_rl.metrics.log import MetricsLog
@@ -77,6 +78,7 @@ def write_healthy_run(folder: Path, altered: Alterations | None = None) -> Path:
     draw = np.random.default_rng(7)
     digests = {step: altered.weights(f"{step:016x}", step) for step in range(STEPS + 1)}
     _write_start(run_dir, f"{0:016x}", [one.as_json() for one in identities])
+    write_coverage(run_dir, CoverageRecord(step=5, trainable=len(TENSORS), parameters=()))
     metrics = MetricsLog(run_dir, tensorboard=False, first_step=1)
     lag0, loads, weights = Lag0Log(run_dir, 1), LoadLog(run_dir), WeightLog(run_dir, 1)
     log = SampleLogWriter(run_dir, config.samples)

@@ -39,7 +39,7 @@ ORDERS_POLL_S = 0.5
 class FleetSettings:
     """Limits of the engines. `capacity`: largest number of requests that one engine holds. The
     other limits come from the configuration. `run_dir`: directory for the record of loaded weights;
-    null: no record."""
+    null: no record. `even`: see Lanes."""
 
     capacity: int = 320
     unresponsive_s: float = RolloutConfig.default_of("unresponsive_s")
@@ -47,6 +47,7 @@ class FleetSettings:
     restarts_per_hour: int = RolloutConfig.default_of("restarts_per_hour")
     max_paused: float = WeightsConfig.default_of("max_paused")
     run_dir: Path | None = None
+    even: int = 0
 
 
 class Fleet:
@@ -73,7 +74,9 @@ class Fleet:
         self.tasks: list[EngineTask] = []
         self._loads = LoadLog(settings.run_dir) if settings.run_dir is not None else None
         self.updates = WeightUpdates(lambda: self.slots, settings.max_paused)
-        self.requests = Requests(self, listener, settings.capacity, separate=self._separate)
+        self.requests = Requests(
+            self, listener, settings.capacity, separate=self._separate, even=settings.even
+        )
         for spec in specs:
             evaluates = evaluators_from is not None and spec.index >= evaluators_from
             self._begin(spec, evaluates=evaluates, must_start=True)

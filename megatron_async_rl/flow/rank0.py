@@ -30,6 +30,7 @@ from megatron_async_rl.flow.batches import (
 from megatron_async_rl.flow.buffer import BUFFER_FILE
 from megatron_async_rl.flow.controller_spec import DataState, Handout
 from megatron_async_rl.flow.evaluation import EvalResult, EvalSchedule, LossResult
+from megatron_async_rl.flow.running_checks import RunningChecks
 from megatron_async_rl.flow.staleness import max_lag
 from megatron_async_rl.flow.starts import Start, record_start
 from megatron_async_rl.flow.summary import MetricValue, summarise
@@ -151,6 +152,7 @@ class Rank0(OtherRank):
         """Null until the weights of the first version are known."""
         self._lag0_log: Lag0Log | None = None
         """Null in a run without engines."""
+        self._checks = RunningChecks(config.run.dir, ())
         self._device_type = ""
         self._handout: Handout | None = None
         """Batch that was taken and not yet handed out."""
@@ -201,6 +203,7 @@ class Rank0(OtherRank):
             buffer = read_file(config.run.dir / "checkpoint", BUFFER_FILE)
             data = DataState(state=position["data"], buffer=buffer, oldest=oldest)
         self._batches = open_batches(config, device_type, data, gpus)
+        self._checks = RunningChecks(config.run.dir, self._batches.ends)
 
     @property
     def _open(self) -> BatchSource:
@@ -227,6 +230,7 @@ class Rank0(OtherRank):
             return None
         # Kept until `log`: they describe the wait before this step.
         self._flow_metrics = handout.metrics
+        self._checks.take(handout.batch)
         return handout.batch
 
     def advance(self, version: int) -> None:
@@ -294,7 +298,8 @@ class Rank0(OtherRank):
             max_lag(self.config.flow.async_ratio),
             norm * self.config.objective.steps_per_batch if isinstance(norm, float) else None,
         )
-        values = {**metrics, **seen, **self._flow_metrics, **self._step_times()}
+        checked = self._checks.report(self.version, metrics)
+        values = {**metrics, **seen, **checked, **self._flow_metrics, **self._step_times()}
         self._log.log(self.version, values, self._digest)
         self.set_status("training")
 

@@ -107,6 +107,11 @@ class TrainerRank:
             gpus=gpus,
         )
 
+    @property
+    def digest(self) -> str:
+        """Digest of the weights that were published last."""
+        return self._digest
+
     def await_batch(self) -> None:
         """Wait until rank 0 has the batch that trains this version."""
         self._meanwhile(self.rank0.take_batch)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -112,6 +113,6 @@ class Lag0Table(StepTable):
         return Lag0Differences(
             tokens=tuple(int(count) for count in counts.sum(axis=0)[:last]),
             sums=tuple(float(total) for total in sums.sum(axis=0)[:last]),
-            ids=tuple(self._samples.ids[int(row)].as_py() for row in present),
+            ids=tuple(self._samples.ids.take(pa.array(present)).to_pylist()),
             means=tuple((sums.sum(axis=1)[present] / per_sample[present]).tolist()),
         )

@@ -36,6 +36,7 @@ from megatron_async_rl.verify.gradient_checks import FiniteSteps, MovedTensors
 from megatron_async_rl.verify.group_checks import DroppedGroups, GroupSizes
 from megatron_async_rl.verify.log_integrity import LogIntegrity
 from megatron_async_rl.verify.logprob_differences import LogprobDifferences
+from megatron_async_rl.verify.received_gradients import ReceivedGradients
 from megatron_async_rl.verify.reward_hacks import RewardHacks, RewardJumps
 from megatron_async_rl.verify.run_check import RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import EndedSample, SampleBlock, SampleFacts
@@ -104,6 +105,7 @@ def checks_of(records: RunRecords) -> list[RunCheck]:
         DataUnchanged(records),
         EpochUse(records),
         MovedTensors(records),
+        ReceivedGradients(run_dir=records.run_dir),
         FiniteSteps(),
         TokenCounts(records),
         LearningRates(records),

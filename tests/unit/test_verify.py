@@ -498,7 +498,7 @@ def test_the_report_shows_the_scorecard_with_failed_rows_first(copied: Path) -> 
 def test_the_command_prints_the_scorecard_and_its_json(copied: Path) -> None:
     shown = mar("verify", copied, folder=copied)
     assert shown.returncode == 0, shown.stderr
-    assert "29 checks: 29 passed, 0 failed, 0 absent" in shown.stdout
+    assert "30 checks: 30 passed, 0 failed, 0 absent" in shown.stdout
     loads = copied / "loads.jsonl"
     loads.write_text(loads.read_text().replace("0000000000000005", "f000000000000005"))
     failed = mar("verify", copied, "--json", "-", folder=copied)
