@@ -45,6 +45,7 @@ from megatron_async_rl.policy.attention import ContextParallelSlice
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.batching import Batcher, Minibatch, divide, over_steps, receive
 from megatron_async_rl.policy.device_memory import DeviceMemory
+from megatron_async_rl.policy.explanation import GradientExplanation
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
@@ -93,6 +94,7 @@ class Policy:
     step: OptimizerStep
     baseline: ExactBaseline | None
     anomalies: AnomalyReport
+    explanation: GradientExplanation | None
     batcher: Batcher
     memory: DeviceMemory
 
@@ -109,13 +111,15 @@ class Policy:
         total_steps: int,
         seed: int = 0,
         anomalies: Path | None = None,
+        explained: tuple[int, Path] | None = None,
     ) -> Policy:
         """Load the model of `model_config.path` on this layout. `temperature`: that of sampling.
 
         `total_steps`: optimizer steps of the whole run, for the learning-rate schedule. `seed`
         determines the initial adapters and their dropout. Nothing else in the policy is random,
         except the division of a batch into minibatches, which its version determines.
-        `anomalies`: file for the causes of anomalous gradients.
+        `anomalies`: file for the causes of anomalous gradients. `explained`: step whose gradient is
+        explained, and the file for it.
         """
         model = build_model(model_config, policy_config, layout, objective_config.value, seed=seed)
         # In this order: DDP allocates the buffers, the optimizer's shards are views of them, and
@@ -160,6 +164,13 @@ class Policy:
             optimizer=optimizer if model.config.fp8_param else None,
         )
         baseline = exact_baseline(objective_config, schedule, layout)
+        explanation = (
+            None
+            if explained is None
+            else GradientExplanation(
+                schedule, model, optimizer, layout, step=explained[0], file=explained[1]
+            )
+        )
         return cls(
             policy_config,
             layout,
@@ -172,6 +183,7 @@ class Policy:
             step,
             baseline,
             AnomalyReport(schedule, model, optimizer, layout, anomalies),
+            explanation,
             Batcher(
                 layout,
                 policy_config.tokens_per_micro_batch,
@@ -295,15 +307,23 @@ class Policy:
             moved=moved,
             kl=measured.get("ratio/kl_k2", 0.0),
         )
+        parts: dict[str, Any] = {
+            "samples": samples,
+            "rows": [micro_batch.samples for micro_batch in mine],
+            "build": partial(self.batcher.build, samples),
+            "consume": RecordedLoss(self.objective, targets, None, owner=owner),
+        }
         trace = partial(
             self.anomalies.write,
             step=samples.version + 1,
-            samples=samples,
-            rows=[micro_batch.samples for micro_batch in mine],
-            build=partial(self.batcher.build, samples),
-            consume=RecordedLoss(self.objective, targets, None, owner=owner),
             losses=sample_losses(measurements),
+            **parts,
         )
+        if self.explanation is not None and self.explanation.step == samples.version + 1:
+            # Before the controls, which change the gradient.
+            self.explanation.write(
+                advantages=targets.whole.advantages.numpy(), loss=facts.loss, **parts
+            )
         taken = self.step.take(facts, displaced, trace)
         if not taken["policy/skipped"]:
             self.schedule.weights_moved()

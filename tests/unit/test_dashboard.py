@@ -29,8 +29,8 @@ from megatron_async_rl.metrics.log import MetricsLog
 from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report import sample_browser
 from megatron_async_rl.report.dashboard import Dashboard, _DashboardServer
-from megatron_async_rl.report.panels import merge_short
 from megatron_async_rl.report.sample_browser import SampleBrowser
+from megatron_async_rl.report.timeline_panel import merge_short
 from megatron_async_rl.samples.types import Sample
 from tests.browser import BROWSER, DRIVER, MISSING, browser
 from tests.logged_samples import GROUP, STEPS, logged_run
