@@ -346,6 +346,9 @@ def replay(
             " gradient.",
         ),
     ] = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write a checkpoint of the last step, for `mar eval`.")
+    ] = False,
 ) -> None:
     """Repeat steps of a run on its recorded samples, with the trainer alone, and compare the
     weights bit by bit. KEY=VALUE changes settings of the trainer: a what-if analysis. Exit code 1
@@ -354,7 +357,7 @@ def replay(
     from megatron_async_rl.replay.replay_plan import plan_replay
 
     let_children_import_from_here()
-    plan = plan_replay(run.absolute(), first, steps, overrides or (), explain)
+    plan = plan_replay(run.absolute(), first, steps, overrides or (), explain, save=save)
     raise typer.Exit(repeat(plan, out.absolute() if out is not None else None, console()))
 
 

@@ -153,7 +153,7 @@ class GradientExplanation(PartGradients):
         self,
         *,
         samples: RankBatch,
-        rows: Sequence[Sequence[int]],
+        micro_batches: Sequence[MicroBatch],
         build: BuildRows,
         consume: Consume,
         advantages: NDArray[np.float64],
@@ -161,11 +161,12 @@ class GradientExplanation(PartGradients):
     ) -> None:
         """Explain the reduced gradient in the buffers, and restore it. Collective over the world.
 
-        rows, build, consume: as in `AnomalyReport.write`. advantages: [N]. loss: of the step.
+        micro_batches: the step's, of this rank. build, consume: as in `AnomalyReport.write`.
+        advantages: [N]. loss: of the step.
         """
         with self._preserved():
             self._updates.append(
-                self._explained(samples, rows, build, consume, advantages) | {"loss": loss}
+                self._explained(samples, micro_batches, build, consume, advantages) | {"loss": loss}
             )
         if self._layout.rank == 0:
             content = {"step": self.step, "updates": self._updates}
@@ -175,7 +176,7 @@ class GradientExplanation(PartGradients):
     def _explained(
         self,
         samples: RankBatch,
-        rows: Sequence[Sequence[int]],
+        micro_batches: Sequence[MicroBatch],
         build: BuildRows,
         consume: Consume,
         advantages: NDArray[np.float64],
@@ -187,16 +188,19 @@ class GradientExplanation(PartGradients):
         whole = [shard.grad.to("cpu", torch.float32, copy=True) for shard in total.shards]
         (square,) = self._products(total, (whole, whole))
         recorder = TokenDerivatives(consume, samples, records=self._layout.records_outputs)
-        self._gradient_of([tuple(own) for own in rows], build, recorder)
+        # The step's own micro-batches, to which recorded choices of experts belong.
+        self._gradient_of(micro_batches, recorder)
         contributes = np.maximum.reduce(self._of_all_ranks(recorder.contributes.numpy()))
-        parts, groups = self._parts(samples, contributes, rows, build, consume, whole)
+        mine = {row for each in micro_batches for row in each.samples}
+        parts, groups = self._parts(samples, contributes, mine, build, consume, whole)
         norms = np.sqrt(parts[:, 0])
         longest = np.argsort(-np.nan_to_num(norms, nan=math.inf), kind="stable")
         tokens = self._tokens(recorder, samples, advantages)
         named = {int(row) for row in longest[:WHOLE] if contributes[row]}
         named |= {one["row"] for one in tokens}
-        own = named & {row for each in rows for row in each}
-        described = self._gathered({row: described_sample(samples, row, whole=True) for row in own})
+        described = self._gathered(
+            {row: described_sample(samples, row, whole=True) for row in named & mine}
+        )
         ordered = sorted(squares, key=lambda name: -squares[name])[:PARAMETERS]
         return {
             "norm": math.sqrt(square),
@@ -241,14 +245,14 @@ class GradientExplanation(PartGradients):
         self,
         samples: RankBatch,
         contributes: NDArray[np.int64],
-        rows: Sequence[Sequence[int]],
+        mine: set[int],
         build: BuildRows,
         consume: Consume,
         whole: Sequence[Tensor],
     ) -> tuple[NDArray[np.float64], dict[int, float]]:
         """Return [S, 2] of each sample: |g_i|^2 and <g_i, g>; and the norm of each group's
-        gradient."""
-        layout, mine = self._layout, {row for own in rows for row in own}
+        gradient. mine: samples of this rank."""
+        layout = self._layout
         # The interleaved schedule needs a multiple of the pipeline's size.
         fill = [()] * (layout.pp_size - 1 if layout.virtual_stages > 1 else 0)
         parts = np.zeros((len(samples), 2))
@@ -259,7 +263,7 @@ class GradientExplanation(PartGradients):
             groups[group] = 0.0
             for row in members:
                 one = (row,) if row in mine else ()
-                gradient = self._gradient_of([one, *fill], build, consume)
+                gradient = self._gradient_of([build(each) for each in (one, *fill)], consume)
                 own = [shard.grad for shard in gradient.shards]
                 parts[row] = self._products(gradient, (own, own), (own, whole))
                 for sum_of_group, grad in zip(added, own, strict=True):

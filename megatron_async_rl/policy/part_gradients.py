@@ -55,14 +55,11 @@ class PartGradients:
         self._optimizer = optimizer
         self._layout = layout
 
-    def _gradient_of(
-        self, rows: Sequence[tuple[int, ...]], build: BuildRows, consume: Consume
-    ) -> Gradients:
-        """Return the reduced gradient of the samples in `rows`, by micro-batch of this rank, in
-        place of the step's. Collective over the world: every rank has equally many micro-batches.
-        """
+    def _gradient_of(self, micro_batches: Sequence[MicroBatch], consume: Consume) -> Gradients:
+        """Return the reduced gradient of these micro-batches, in place of the step's. Collective
+        over the world: every rank has equally many."""
         self._optimizer.zero_grad()
-        self._schedule.forward_backward([build(own) for own in rows], consume)
+        self._schedule.forward_backward(micro_batches, consume)
         self._optimizer.prepare_grads()
         return gradients_of(self._optimizer, self._layout)
 
@@ -78,7 +75,7 @@ class PartGradients:
         # The number of micro-batches does not change, because ranks with experts or stages of one
         # another must agree on it; a micro-batch without samples is a single masked token.
         kept = [tuple(row for row in own if row in set(part)) for own in rows]
-        square = squared_norm(self._gradient_of(kept, build, consume))
+        square = squared_norm(self._gradient_of([build(own) for own in kept], consume))
         return math.sqrt(square) if math.isfinite(square) else math.inf
 
     def _squares_of_parameters(self, gradients: Gradients) -> dict[str, float]:

@@ -309,20 +309,23 @@ class Policy:
         )
         parts: dict[str, Any] = {
             "samples": samples,
-            "rows": [micro_batch.samples for micro_batch in mine],
             "build": partial(self.batcher.build, samples),
             "consume": RecordedLoss(self.objective, targets, None, owner=owner),
         }
         trace = partial(
             self.anomalies.write,
             step=samples.version + 1,
+            rows=[micro_batch.samples for micro_batch in mine],
             losses=sample_losses(measurements),
             **parts,
         )
         if self.explanation is not None and self.explanation.step == samples.version + 1:
             # Before the controls, which change the gradient.
             self.explanation.write(
-                advantages=targets.whole.advantages.numpy(), loss=facts.loss, **parts
+                micro_batches=mine,
+                advantages=targets.whole.advantages.numpy(),
+                loss=facts.loss,
+                **parts,
             )
         taken = self.step.take(facts, displaced, trace)
         if not taken["policy/skipped"]:

@@ -81,7 +81,7 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
     if the user changed settings; 1 if a step differs or the trainer failed; 130 after Ctrl-C."""
     out = _new_folder(plan.run_dir, out)
     configs = [
-        _config(plan, stretch, _part(out, plan, index), index + 1 < len(plan.stretches))
+        _config(plan, stretch, _part(out, plan, index))
         for index, stretch in enumerate(plan.stretches)
     ]
     machine = this_machine()
@@ -171,15 +171,16 @@ def _part(out: Path, plan: ReplayPlan, index: int) -> Path:
     return out if len(plan.stretches) == 1 else out / f"part_{index + 1}"
 
 
-def _config(plan: ReplayPlan, stretch: Stretch, run_dir: Path, save: bool) -> Config:
+def _config(plan: ReplayPlan, stretch: Stretch, run_dir: Path) -> Config:
+    last = stretch is plan.stretches[-1]
     settings = ReplayConfig(
         run=plan.run_dir,
         first=stretch.first,
         last=stretch.last,
         # Of a later stretch, the checkpoint exists once the one before it has ended.
         checkpoint=plan.checkpoint if stretch is plan.stretches[0] else None,
-        save=save,
-        explain=plan.explained is not None and stretch is plan.stretches[-1],
+        save=plan.save or not last,
+        explain=plan.explained is not None and last,
     )
     return load(
         stretch.config_file,

@@ -53,6 +53,8 @@ class ReplayPlan:
     """The user's overrides."""
     explained: int | None = None
     """Step whose gradient is explained, the last one; null for none."""
+    save: bool = False
+    """Write a checkpoint of the last step."""
 
     @property
     def is_what_if(self) -> bool:
@@ -74,6 +76,8 @@ def plan_replay(
     count: int | None,
     changes: Sequence[str],
     explained: int | None = None,
+    *,
+    save: bool = False,
 ) -> ReplayPlan:
     """Return the steps to repeat. first: null for the oldest that can be repeated; count: null for
     all up to the last; explained: the only step that is requested, instead of both. Raises
@@ -110,6 +114,7 @@ def plan_replay(
         requested=requested,
         changes=changes,
         explained=explained,
+        save=save,
     )
 
 
