@@ -71,7 +71,7 @@ Numbers = dict[str, Any]
 
 def commands(run_dir: str) -> dict[str, list[str]]:
     """Return the commands of the page by name, without `mar`."""
-    replay = ["replay", run_dir]
+    replay, short = ["replay", run_dir], f"{run_dir}/replays/short"
     return {
         "record": [
             "train",
@@ -82,8 +82,8 @@ def commands(run_dir: str) -> dict[str, list[str]]:
         ],
         "same": replay,
         "control": [*replay, CONTROL],
-        "short": [*replay, CONTROL, "--steps", str(SHORT), "--save"],
-        "evaluate": ["eval", f"{run_dir}/replays/short/checkpoint"],
+        "short": [*replay, CONTROL, "--steps", str(SHORT), "--save", "--out", short],
+        "evaluate": ["eval", f"{short}/checkpoint", "eval.samples_per_prompt=4"],
         "explain": [*replay, "--explain", str(EXPLAINED)],
     }
 
@@ -98,7 +98,8 @@ def record(run_dir: Path) -> dict[str, str]:
     for name in ("same", "control", "short", "explain"):
         folder = run_dir / "replays" / name
         if not folder.exists():
-            _mar([*made[name], "--out", str(folder)])
+            named = [] if name == "short" else ["--out", str(folder)]
+            _mar([*made[name], *named])
         found = ReplayRecord.read(folder)
         first = found.first_different
         printed[name] = (
@@ -106,7 +107,7 @@ def record(run_dir: Path) -> dict[str, str]:
         )
     if not list((run_dir / "replays" / "short").glob("eval_*.json")):
         evaluated = run_dir / "replays" / "short" / f"eval_{SHORT}.json"
-        _mar([*made["evaluate"], "eval.samples_per_prompt=4", "--out", str(evaluated)])
+        _mar([*made["evaluate"], "--out", str(evaluated)])
     return printed
 
 
@@ -213,7 +214,8 @@ def _wrapped(block: str) -> str:
     style: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     if not block.startswith("- "):
         return textwrap.fill(block, WIDTH, **style)
-    items = [f"- {item}" for item in block.removeprefix("- ").split("\n- ")]
+    # Without the indentation of continued lines, which would stay inside the wrapped ones.
+    items = [f"- {' '.join(item.split())}" for item in block.removeprefix("- ").split("\n- ")]
     return "\n".join(textwrap.fill(one, WIDTH, subsequent_indent="  ", **style) for one in items)
 
 
@@ -254,7 +256,7 @@ def draw(numbers: Numbers, path: Path) -> None:
         **style,
     )
     reward.set_title("Accuracy", loc="left", fontsize=9)
-    reward.set_ylim(0, 0.5)
+    reward.set_ylim(0, 0.7)
     for axes, name, title in (
         (ess, "ess", "ESS, share of the samples"),
         (kl, "kl", "KL, nats per token"),
@@ -274,8 +276,11 @@ def draw(numbers: Numbers, path: Path) -> None:
     kl.set_ylim(1e-2, None)
     for axes in (reward, ess, kl):
         _finish(axes)
+    # The third panel has the names of the second.
+    for axes in (reward, ess):
+        axes.legend(frameon=False, fontsize=7, loc="upper right")
     # Without a date and with these ids, the same numbers give the same file.
-    with rc_context({"svg.hashsalt": "what_if"}):
+    with rc_context({"svg.hashsalt": "what_if", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None})
 
 
@@ -283,7 +288,6 @@ def _finish(axes: Axes) -> None:
     axes.set_xlabel("optimizer step", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7)
 
 
 def main() -> None:

@@ -340,6 +340,31 @@ def test_an_explanation_of_each_optimizer_step_leaves_dropout_as_it_was(loop: On
     assert "gradient of step 2, optimizer step 2, before the controls:" in shown
 
 
+def test_a_step_on_given_responses_is_explained(loop: OneProcess, tmp_path: Path) -> None:
+    data = tmp_path / "sft.jsonl"
+    rows = [{"prompt": f"{n} + {n} =", "response": str(2 * n)} for n in range(8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = loop.config(
+        "given",
+        "run.steps=1",
+        "rollout=null",
+        "eval=null",
+        "flow={prompts_per_step: 4, group_size: 1, async_ratio: 0}",
+        f"data={{train: {data}}}",
+        "objective={loss: sft, advantage: none}",
+    )
+    run_dir = run(loop, config)
+    code, shown = repeated(run_dir, explained=1)
+    assert code == 0
+    assert "1 step, identical bits" in shown
+    content = json.loads((run_dir / "replays" / "1" / "explanation.json").read_text())
+    (update,) = content["updates"]
+    assert update["sum_of_shares"] == pytest.approx(1.0, rel=1e-5)
+    # The loss is the mean of -log p.
+    tokens = sum(one["length"] for one in update["samples"])
+    assert {round(-1 / one["derivative"]) for one in update["tokens"]} == {tokens}
+
+
 def test_a_step_without_a_gradient_has_no_explanation(loop: OneProcess, tmp_path: Path) -> None:
     def prepare(engine: LoopEngine) -> None:
         engine.alter = lambda sample: replace(varied(sample), loss_mask=sample.loss_mask * 0)
