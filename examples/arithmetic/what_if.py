@@ -198,7 +198,8 @@ def page(numbers: Numbers) -> str:
     environment.filters["shares"] = lambda value: f"{100 * value:.1f} %"
     # A line break inside a table's cell would end the table.
     environment.filters["code"] = lambda text: f"`{text}`".replace("\n", " ").replace("|", "\\|")
-    made = {name: _command(one) for name, one in commands("runs/collapse").items()}
+    made = {name: _command(one) for name, one in commands("RUN").items()}
+    made["record"] = made["record"].replace("RUN", "runs/collapse")
     steps = [(step, numbers["run"][step - 1], numbers["control"][step - 1]) for step in TABLE_STEPS]
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     text = template.render(
@@ -220,14 +221,7 @@ def _wrapped(block: str) -> str:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    words = ["mar", *(f"'{word}'" if " " in word else word for word in arguments)]
-    lines, line = [], ""
-    for word in words:
-        if line and len(line) + len(word) > 84:
-            lines.append(f"{line} \\")
-            line = "   "
-        line = f"{line} {word}" if line else word
-    return "\n".join([*lines, line])
+    return " ".join(["mar", *(f"'{word}'" if " " in word else word for word in arguments)])
 
 
 def draw(numbers: Numbers, path: Path) -> None:
