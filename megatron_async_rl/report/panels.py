@@ -200,7 +200,8 @@ def _curves(run: RunData, group: _PanelGroup) -> list[Panel]:
     own = [curve for curve in drawn if curve is not None]
     if not own:
         return []
-    replays = replayed(run, *group.keys[0][:2]) if group.replayed else []
+    key, name, _ = group.keys[0]
+    replays = replayed(run, key, name if len(group.keys) > 1 else "") if group.replayed else []
     if replays and not own[0].name:
         own[0] = replace(own[0], name="the run")
     curves = [*own, *(curve for curve, _ in replays)]

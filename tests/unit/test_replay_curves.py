@@ -93,6 +93,31 @@ def test_replays_are_drawn_over_the_run_with_a_mark_from_which_they_are_off_poli
     assert not read_run(run_dir).replays, "a run that another is compared with"
 
 
+def test_a_panel_of_several_metrics_names_that_of_the_replay(tmp_path: Path) -> None:
+    run_dir = tmp_path / "demo"
+    metrics = {"policy/loss": 2.0, "policy/lr": 1e-3, "clip/positive": 0.1, "clip/negative": 0.2}
+    for folder in (run_dir, run_dir / "replays" / "1"):
+        log = MetricsLog(folder, tensorboard=False, first_step=1)
+        log.log(1, metrics | {"ratio/ess_ratio": 1.0})
+        log.close()
+    ReplayRecord(run=run_dir, changes=[LR], first=1, last=1, parts=["."]).write(
+        run_dir / "replays" / "1"
+    )
+    label = f"replay 1: {LR}; in progress"
+    data = read_run(run_dir, alone=False)
+    names = {panel.title: [curve.name for curve in panel.curves] for panel in panels_of(data)}
+    assert names["Loss"] == ["the run", label]
+    assert names["Clipped tokens"] == [
+        "positive advantage",
+        "negative advantage",
+        f"{label} (positive advantage)",
+    ]
+    # A supervised run, whose main panel is its loss.
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "version": 1, "policy/loss": 2.0}\n')
+    data = read_run(run_dir, alone=False)
+    assert [curve.name for curve in panels_of(data)[0].curves] == ["trained on", label]
+
+
 def test_the_newest_replays_are_drawn_each_with_a_colour_of_its_own(tmp_path: Path) -> None:
     run_dir = sampled_run(tmp_path / "demo", 8)
     for number in range(1, 13):
