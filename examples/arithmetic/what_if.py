@@ -163,7 +163,8 @@ def _listed(update: Numbers) -> Numbers:
             one | {"prompt": texts[one["sample"]]["prompt"]} for one in update["tokens"][:LISTED]
         ],
     }
-    return _rounded(listed)
+    rounded: Numbers = _rounded(listed)
+    return rounded
 
 
 def _needed(shares: Any) -> int:
