@@ -37,6 +37,7 @@ SHARED = [
     "share/docs/*",
     *(f"share/examples/{place}.{kind}" for place in ("*", "*/*") for kind in KINDS),
     "share/examples/arithmetic/curve.csv",
+    "share/examples/arithmetic/what_if.json",
     "share/examples/arithmetic/without_control/*",
     "share/examples/stability/results/*/*.svg",
     "share/launchers/local.sh",
