@@ -90,6 +90,7 @@ setup(
             "transformer-engine-cu13>=2.11,<2.13",
             *STACK,
         ],
+        "tasks": ["reasoning-gym>=0.1.25,<0.2"],
         "trackers": ["wandb>=0.20,<1", "mlflow-skinny>=3,<4", "trackio>=0.10,<1"],
         "dev": [
             "hypothesis>=6.100,<7",
