@@ -3,7 +3,8 @@
     name and settings --> questions, drawn once --> two files of rows --> read like any other data
 
 Invariants:
-- the same task, settings and version of reasoning-gym give the same rows;
+- the same task, settings and version of reasoning-gym give the same rows, in every process and on
+  every node;
 - training and held-out rows of a task have no question in common, and no question comes twice. The
   held-out rows come first in the generator's sequence, so they do not depend on the number of
   training rows;
@@ -13,21 +14,31 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_async_rl.config.data import TASK_PREFIX, FileConfig, GenerateConfig, is_task
+from megatron_async_rl.config.data import (
+    TASK_PREFIX,
+    FileConfig,
+    GenerateConfig,
+    SourceConfig,
+    is_task,
+)
 from megatron_async_rl.config.problem import UserError, suggestion
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.files import count_rows
@@ -37,6 +48,7 @@ TRAINING, HELD_OUT = "train.jsonl", "test.jsonl"
 """Names of the files. Their words are those of splits, so that held-out rows cannot be trained."""
 DRAWS = 4
 """Largest number of questions that are drawn for each row, because a simple task repeats them."""
+CHILD = f"from {__name__} import print_rows; print_rows()"
 
 
 def with_generated(config: Config) -> tuple[Config, list[str]]:
@@ -59,8 +71,14 @@ def with_generated(config: Config) -> tuple[Config, list[str]]:
     def placed[File: FileConfig](key: str, one: File, file: str) -> File:
         if not is_task(one.path):
             return one
-        local = place(f"{key}.path", one.path, one.generate, file)
-        return one.model_copy(update={"path": local, "generate": None})
+        changes: dict[str, Any] = {
+            "path": place(f"{key}.path", one.path, one.generate, file),
+            "generate": None,
+        }
+        if isinstance(one, SourceConfig):
+            # The files of all tasks have one name, and the labels of sources must differ.
+            changes["name"] = one.label
+        return one.model_copy(update=changes)
 
     changed: dict[str, Any] = {}
     if is_task(data.train):
@@ -176,11 +194,15 @@ def _write(
     key: str, task: str, options: Mapping[str, Any], settings: GenerateConfig, folder: Path
 ) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    rows = _rows(key, task, options, settings)
+    rows = _rows_of_child(key, task, options, settings)
     console = Console(stderr=True)
     # Some generators need a second for each question.
     progress = Progress(console=console, transient=True, disable=not console.is_terminal)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary, progress:
+    with (
+        tempfile.TemporaryDirectory(dir=folder.parent) as temporary,
+        contextlib.closing(rows),
+        progress,
+    ):
         shown = progress.add_task(f"generating {task}", total=settings.size + settings.held_out)
         made = Path(temporary) / folder.name
         made.mkdir()
@@ -201,6 +223,62 @@ def _write(
         except OSError:
             if not folder.is_dir():
                 raise
+
+
+def _rows_of_child(
+    key: str, task: str, options: Mapping[str, Any], settings: GenerateConfig
+) -> Generator[dict[str, Any]]:
+    """Yield the rows of `_rows`, computed in a child process. Raises UserError as it does, and if
+    the child is killed."""
+    request = json.dumps([key, task, options, settings.model_dump(mode="json")])
+    # Some generators iterate over sets of text, whose order depends on the seed of the hashes, and
+    # an interpreter takes this seed only when it starts.
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        encoding="utf-8",
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its code is reported below
+                child.stdin.write(request)
+                child.stdin.close()
+            for line in child.stdout:
+                row = json.loads(line)
+                if "fix" in row:
+                    raise UserError.of(**row)
+                yield row
+            code = child.wait()
+        finally:
+            # Enough rows were read, or the caller was interrupted.
+            child.kill()
+    if code:
+        what = f"the process that generates the questions of {task} ended with exit code {code}"
+        raise UserError.of(key, what, "see its output above; a negative code is a signal")
+
+
+def print_rows() -> None:
+    """Print the rows of the request on standard input as lines of JSON. A line with `fix` is a
+    UserError."""
+    # Ctrl-C also reaches the parent, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    key, task, options, settings = json.load(sys.stdin)
+    lines = sys.stdout
+    # Some generators print.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        try:
+            for row in _rows(key, task, options, GenerateConfig(**settings)):
+                print(json.dumps(row), file=lines)
+        except UserError as error:
+            (problem,) = error.problems
+            print(
+                json.dumps({"key": problem.key, "what": problem.what, "fix": problem.fix}),
+                file=lines,
+            )
 
 
 def _rows(

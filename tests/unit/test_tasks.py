@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_async_rl.config.data import GenerateConfig
 from megatron_async_rl.config.load import load
@@ -29,8 +30,13 @@ ANY_ANSWER = {"game_of_life_halting", "propositional_logic", "spell_backward"}
 """Tasks whose scorers give more than 0.2 to a text that is not an answer."""
 
 
+ROWS_OF_CHILD = generated._rows_of_child
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
+    # A process for each task would take most of the time of these tests.
+    monkeypatch.setattr(generated, "_rows_of_child", generated._rows)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "megatron_async_rl" / "reasoning_gym"
 
@@ -107,6 +113,29 @@ def test_rows_are_those_of_the_generator_and_no_question_is_on_both_sides(cache)
     ), "a temporary folder was left"
 
 
+def test_rows_do_not_depend_on_the_process(monkeypatch, cache) -> None:
+    monkeypatch.setattr(generated, "_rows_of_child", ROWS_OF_CHILD)
+    made = []
+    # Its questions come from a set of text.
+    for seed in ("1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache / seed))
+        made.append(rows("ransom_note", size=4, held_out=1, seed=3))
+    assert made[0] == made[1]
+    assert len(made[0]) == 4
+    with pytest.raises(UserError, match="max_terms must be >= min_terms") as error:
+        rows("chain_sum", options={"min_terms": 9, "max_terms": 2})
+    assert error.value.problems[0].key == "data.generate.options"
+
+
+def test_a_generator_that_is_killed_is_reported(monkeypatch, cache) -> None:
+    monkeypatch.setattr(generated, "_rows_of_child", ROWS_OF_CHILD)
+    monkeypatch.setattr(generated, "CHILD", "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(UserError, match="questions of chain_sum ended with exit code -9"):
+        rows("chain_sum")
+    assert not list(cache.iterdir())
+
+
 def test_a_level_sets_the_options_and_options_take_precedence() -> None:
     (row,) = rows("chain_sum", size=1, held_out=1, level=1)
     assert row["entry"]["options"] == SUMS | {"max_digits": 2, "max_terms": 3}
@@ -150,6 +179,20 @@ rollout: {reward: {name: reasoning_gym}, sampling: {max_tokens: 8}}
 policy: {optimizer: {lr: 1.0e-5}}
 objective: {loss: ppo_clip, advantage: grpo}
 """
+
+
+def test_sources_keep_the_names_of_their_tasks(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    own = {"generate": {"size": 2, "held_out": 1, "options": SUMS}}
+    tree = yaml.safe_load(CONFIG)
+    paths = ("reasoning_gym:chain_sum", "reasoning_gym:spell_backward")
+    tree["data"] = {"sources": [{"path": paths[0], **own}, {"path": paths[1], "weight": 2}]}
+    file.write_text(yaml.safe_dump(tree))
+    config, _ = with_generated(load(file))
+    assert [one.label for one in config.data.sources] == ["chain_sum", "spell_backward"]
+    # A rank reads the written config.
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load(file).data == config.data
 
 
 def test_bad_settings_are_refused_with_the_key_and_the_nearest_name() -> None:
