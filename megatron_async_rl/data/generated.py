@@ -269,7 +269,7 @@ def print_rows() -> None:
     key, task, options, settings = json.load(sys.stdin)
     lines = sys.stdout
     # Some generators print.
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         try:
             for row in _rows(key, task, options, GenerateConfig(**settings)):
                 print(json.dumps(row), file=lines)

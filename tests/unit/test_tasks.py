@@ -13,7 +13,9 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, UserError
 from megatron_async_rl.data import generated
 from megatron_async_rl.data.generated import task_file, with_generated
+from megatron_async_rl.data.task_entries import LISTS
 from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward, validate_row
+from megatron_async_rl.rollout.rewards.tasks import _MORE_THAN_A_FORMULA, FORMULAS
 from megatron_async_rl.samples.types import Prompt
 from tests.cases import case
 from tests.thorough import thorough
@@ -292,6 +294,39 @@ def test_a_scorer_that_raises_scores_zero_and_is_logged_once(caplog) -> None:
     assert [scored(row, "no × number") for _ in range(2)] == [0.0, 0.0]
     assert len(caplog.records) == 1
     assert "the scorer of prime_factorization raised ValueError" in caplog.text
+
+
+def test_no_response_is_run_as_code(tmp_path) -> None:
+    made = tmp_path / "made"
+    touch = f"open({str(made)!r}, 'w')"
+    forms = (touch, f"[{touch}]", f"({touch}).close()", f"(open)({str(made)!r}, 'w')")
+    for name in (*FORMULAS, *LISTS):
+        (row,) = rows(name, size=1, held_out=1)
+        for response in (*forms, f"sqrt({touch!r})", "exec(chr(1))", "(exec)(chr(1))"):
+            with case(f"{name}: {response}"):
+                assert scored(row, response) <= 0.01
+                assert not made.exists()
+    options = {"datasets": [{"name": "puzzle24"}]}
+    (row,) = rows("composite", size=1, held_out=1, options=options)
+    assert scored(row, touch) == 0.0
+    assert not made.exists()
+
+
+def test_formulas_and_lists_are_scored() -> None:
+    (row,) = rows("polynomial_multiplication", size=1, held_out=1)
+    assert scored(row, f"1*({row['answer']}) + sqrt(0)") == 1.0
+    (row,) = rows("spiral_matrix", size=1, held_out=1)
+    assert scored(row, str(row["answer"].split())) == 0.1
+    for formula in (
+        "x**2*exp(3*x)/2 + C",
+        "-2*cos(x)*sin(x)",
+        "(1 + 2)*3/4",
+        "asinh(x)",
+        "-Integral(x, x)",
+    ):
+        assert not _MORE_THAN_A_FORMULA.search(formula), formula
+    for text in ("f(x)", "x.args", "1;2", "a[0]", "sinx(1)", "(x)(y)", "ｅxec(x)", "x!r:1"):
+        assert _MORE_THAN_A_FORMULA.search(text), text
 
 
 def test_rows_of_other_data_and_bad_tags_are_refused() -> None:

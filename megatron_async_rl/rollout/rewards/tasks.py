@@ -2,10 +2,15 @@
 
 The scorer gets the response, or the part of it between tags, and the row's entry. Most scorers
 return 1 for the answer and less for a longer text that contains it.
+
+Invariant: no response is run as code. SymPy evaluates formulas with Python's `eval`, so a response
+that is more than a formula never reaches the scorers that use it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import re
@@ -19,6 +24,41 @@ from megatron_async_rl.samples.types import Prompt
 _log = logging.getLogger(__name__)
 MADE_BY = "use the rows of data.train: reasoning_gym:TASK"
 _TAG = re.compile(r"[A-Za-z][\w-]*")
+FORMULAS = {
+    "countdown",
+    "intermediate_integration",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+}
+"""Tasks whose scorers evaluate a response with SymPy."""
+_FUNCTION = "|".join(
+    (
+        *(f"a?{one}h?" for one in ("sin", "cos", "tan", "cot", "sec", "csc")),
+        *(
+            "exp",
+            "log",
+            "ln",
+            "sqrt",
+            "cbrt",
+            "Abs",
+            "abs",
+            "erf",
+            "erfi",
+            "Si",
+            "Ci",
+            "li",
+            "Ei",
+            "Integral",
+        ),
+    )
+)
+_MORE_THAN_A_FORMULA = re.compile(
+    # Characters of text, lists, keyword arguments and comments; attributes; calls of results, and
+    # of names that are not those of functions.
+    rf"[^\x00-\x7f]|[\"'\[\]{{}}\\#:;@`_]|\.\s*[A-Za-z]|\)\s*\("
+    rf"|(?<![A-Za-z0-9])(?!(?:{_FUNCTION})\s*\()[A-Za-z][A-Za-z0-9]*\s*\("
+)
 _reported: set[str] = set()
 """Tasks whose scorer has raised in this process."""
 
@@ -32,10 +72,11 @@ def reasoning_gym(
     entry = _entry(prompt)
     score = _scorer(prompt, entry)
     answer = response.strip() if tag is None else _within(tag, response)
-    if answer is None:
+    if answer is None or (_evaluates(entry) and _MORE_THAN_A_FORMULA.search(answer)):
         return 0.0
     try:
-        value = float(score(answer=answer, entry=entry))
+        with contextlib.redirect_stdout(io.StringIO()):  # some scorers print every wrong move
+            value = float(score(answer=answer, entry=entry))
     # A response may be anything, and not every scorer expects that. Such a response is wrong.
     except Exception as error:  # noqa: BLE001 - logged, and scored
         task = str(entry["task"])
@@ -50,6 +91,12 @@ def reasoning_gym(
             )
         return 0.0
     return value if partial_credit or value >= 1.0 else 0.0
+
+
+def _evaluates(entry: Mapping[str, Any]) -> bool:
+    """Return True if the scorer of an entry evaluates formulas."""
+    # An entry of `composite` is scored by another task.
+    return not FORMULAS.isdisjoint((entry["task"], entry["metadata"].get("source_dataset")))
 
 
 def _within(tag: str, response: str) -> str | None:
