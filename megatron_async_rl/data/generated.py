@@ -39,7 +39,7 @@ from megatron_async_rl.config.data import (
     SourceConfig,
     is_task,
 )
-from megatron_async_rl.config.problem import UserError, suggestion
+from megatron_async_rl.config.problem import UserError, number_of, suggestion
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.files import count_rows
 from megatron_async_rl.data.task_entries import PACKAGE, dataset_of, entry_of
@@ -60,11 +60,17 @@ def with_generated(config: Config) -> tuple[Config, list[str]]:
 
     def place(key: str, path: Path, own: GenerateConfig | None, file: str) -> Path:
         settings = own or data.generate or GenerateConfig()
-        local = _folder(key, str(path).removeprefix(TASK_PREFIX), settings) / file
+        # The section with the settings, which messages name.
+        inherited = own is None and data.generate is not None
+        section = "data" if inherited else _section_of(key)
+        task = str(path).removeprefix(TASK_PREFIX)
+        local = _folder(key, section, task, settings) / file
         wanted = settings.size if file == TRAINING else settings.held_out
         rows = count_rows(local)
         # Fewer rows are not an error: a simple task has only so many questions.
-        fewer = f", {rows} rows: the task has no more different questions" if rows < wanted else ""
+        draws = DRAWS * (settings.size + settings.held_out)
+        fewer = f", {rows} rows: {draws} draws gave no more different questions"
+        fewer = fewer if rows < wanted else ""
         notes.append(f"{key}: {path} is {local}{fewer}")
         return local
 
@@ -105,12 +111,13 @@ def with_generated(config: Config) -> tuple[Config, list[str]]:
 def task_file(key: str, name: Path, settings: GenerateConfig, *, held_out: bool = False) -> Path:
     """Return the file with the rows of the task `name`. Errors: see `with_generated`."""
     task = str(name).removeprefix(TASK_PREFIX)
-    return _folder(key, task, settings) / (HELD_OUT if held_out else TRAINING)
+    return _folder(key, _section_of(key), task, settings) / (HELD_OUT if held_out else TRAINING)
 
 
-def _folder(key: str, task: str, settings: GenerateConfig) -> Path:
-    """Return the folder with the two files of a task."""
-    options = _options(key, task, settings)
+def _folder(key: str, section: str, task: str, settings: GenerateConfig) -> Path:
+    """Return the folder with the two files of a task. `section`: key of the section with the
+    settings."""
+    options = _options(key, section, task, settings)
     version = importlib.metadata.version(PACKAGE.replace("_", "-"))
     # Everything that determines the rows is in the name, so a file is never out of date.
     identity = json.dumps(
@@ -120,11 +127,11 @@ def _folder(key: str, task: str, settings: GenerateConfig) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "megatron_async_rl" / PACKAGE / f"{task}-{digest}"
     if not folder.is_dir():
-        _write(key, task, options, settings, folder)
+        _write(key, section, task, options, settings, folder)
     return folder
 
 
-def _options(key: str, task: str, settings: GenerateConfig) -> dict[str, Any]:
+def _options(key: str, section: str, task: str, settings: GenerateConfig) -> dict[str, Any]:
     """Return the generator's options: those of the level, changed by the user's."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError.of(
@@ -147,14 +154,14 @@ def _options(key: str, task: str, settings: GenerateConfig) -> dict[str, Any]:
     unknown = next((one for one in settings.options if one not in known), None)
     if unknown is not None:
         raise UserError.of(
-            _key_of(key, f"options.{unknown}"),
+            f"{section}.generate.options.{unknown}",
             f"{task} has no option {unknown!r}",
             f"{suggestion(unknown, known)}its options are {', '.join(known)}",
         )
-    return {**_of_level(key, task, settings.level), **settings.options}
+    return {**_of_level(section, task, settings.level), **settings.options}
 
 
-def _of_level(key: str, task: str, level: int | None) -> dict[str, Any]:
+def _of_level(section: str, task: str, level: int | None) -> dict[str, Any]:
     """Return the options of a level of the task's curriculum."""
     from reasoning_gym import factory
     from reasoning_gym.coaching import RangeAttributeDefinition
@@ -163,12 +170,12 @@ def _of_level(key: str, task: str, level: int | None) -> dict[str, Any]:
         return {}
     if task not in factory.CURRICULA:
         what = f"{task} has no levels"
-        raise UserError.of(_key_of(key, "level"), what, "remove level, and set options")
+        raise UserError.of(f"{section}.generate.level", what, "remove level, and set options")
     curriculum = factory.create_curriculum(task)
     highest = max(len(one.levels) for one in curriculum.attributes.values()) - 1
     if level > highest:
         what = f"the highest level of {task} is {highest}"
-        raise UserError.of(_key_of(key, "level"), what, f"set it to {highest} or less")
+        raise UserError.of(f"{section}.generate.level", what, f"set it to {highest} or less")
     curriculum.set_global_level(level)
     made = curriculum.generate_configuration()
     # Only the options that the curriculum sets: others may be objects that JSON lacks.
@@ -184,17 +191,21 @@ def _of_level(key: str, task: str, level: int | None) -> dict[str, Any]:
     return {name: getattr(made, name) for name in names}
 
 
-def _key_of(key: str, name: str) -> str:
-    """Return the key of a setting of the generator, for the data that `key` names."""
-    section = "data" if key in ("data.train", "data.eval") else key.removesuffix(".path")
-    return f"{section}.generate.{name}"
+def _section_of(key: str) -> str:
+    """Return the section whose `generate` belongs to the data that `key` names."""
+    return "data" if key in ("data.train", "data.eval") else key.removesuffix(".path")
 
 
 def _write(
-    key: str, task: str, options: Mapping[str, Any], settings: GenerateConfig, folder: Path
+    key: str,
+    section: str,
+    task: str,
+    options: Mapping[str, Any],
+    settings: GenerateConfig,
+    folder: Path,
 ) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    rows = _rows_of_child(key, task, options, settings)
+    rows = _rows_of_child(key, section, task, options, settings)
     console = Console(stderr=True)
     # Some generators need a second for each question.
     progress = Progress(console=console, transient=True, disable=not console.is_terminal)
@@ -214,8 +225,10 @@ def _write(
                     counts[name] += 1
                     progress.advance(shown)
         if not counts[TRAINING]:
-            what = f"{task} has only {counts[HELD_OUT]} different questions with these options"
-            fix = f"lower {_key_of(key, 'held_out')}, or set options with more questions"
+            found = number_of("different question", counts[HELD_OUT])
+            draws = DRAWS * (settings.size + settings.held_out)
+            what = f"{draws} draws of {task} gave only {found}, and all are held out"
+            fix = f"lower {section}.generate.held_out, or set options with more questions"
             raise UserError.of(key, what, fix)
         try:
             # Atomic: another process may generate the same rows at the same time.
@@ -226,11 +239,11 @@ def _write(
 
 
 def _rows_of_child(
-    key: str, task: str, options: Mapping[str, Any], settings: GenerateConfig
+    key: str, section: str, task: str, options: Mapping[str, Any], settings: GenerateConfig
 ) -> Generator[dict[str, Any]]:
     """Yield the rows of `_rows`, computed in a child process. Raises UserError as it does, and if
     the child is killed."""
-    request = json.dumps([key, task, options, settings.model_dump(mode="json")])
+    request = json.dumps([key, section, task, options, settings.model_dump(mode="json")])
     # Some generators iterate over sets of text, whose order depends on the seed of the hashes, and
     # an interpreter takes this seed only when it starts.
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
@@ -266,12 +279,12 @@ def print_rows() -> None:
     UserError."""
     # Ctrl-C also reaches the parent, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    key, task, options, settings = json.load(sys.stdin)
+    *place, options, settings = json.load(sys.stdin)
     lines = sys.stdout
     # Some generators print.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         try:
-            for row in _rows(key, task, options, GenerateConfig(**settings)):
+            for row in _rows(*place, options, GenerateConfig(**settings)):
                 print(json.dumps(row), file=lines)
         except UserError as error:
             (problem,) = error.problems
@@ -282,17 +295,22 @@ def print_rows() -> None:
 
 
 def _rows(
-    key: str, task: str, options: Mapping[str, Any], settings: GenerateConfig
+    key: str, section: str, task: str, options: Mapping[str, Any], settings: GenerateConfig
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each different question of the task, at most DRAWS times as many draws as
     requested rows."""
     count = DRAWS * (settings.size + settings.held_out)
+    # Some levels of the library have options that its own generators refuse.
+    of_level = settings.level is not None
+    blamed = f"{section}.generate.{'level' if of_level else 'options'}"
+    used = f"the options of level {settings.level}" if of_level else "its options"
     try:
         dataset = dataset_of(task, options, size=count, seed=settings.seed)
     # Generators check their options with assertions and exceptions of any kind.
     except Exception as error:
-        what = f"{task} refuses its options: {_text_of(error)}"
-        raise UserError.of(_key_of(key, "options"), what, "correct the options") from error
+        what = f"{task} refuses {used}: {_text_of(error)}"
+        fix = "name another level, or correct the options" if of_level else "correct the options"
+        raise UserError.of(blamed, what, fix) from error
     seen = set[str]()
     for index in range(count):
         try:
@@ -301,7 +319,8 @@ def _rows(
             return
         except Exception as error:
             what = f"{task} cannot make question {index}: {_text_of(error)}"
-            raise UserError.of(_key_of(key, "options"), what, "change the options") from error
+            fix = "name another level, or change the options" if of_level else "change the options"
+            raise UserError.of(blamed, what, fix) from error
         if entry["question"] in seen:
             continue
         seen.add(entry["question"])
@@ -327,11 +346,17 @@ def _row(
     if entry["answer"] is None:
         return row
     row["answer"] = str(entry["answer"])
-    expected = score(entry["answer"], dict(entry))
-    for tuples in (False, True):
-        stored["tuples"] = tuples
-        # The entry as a run reads it: scored otherwise, it would train on other rewards.
-        if score(entry["answer"], entry_of(json.loads(json.dumps(stored)))) == expected:
-            return row
-    what = f"question {index} of {task} cannot be stored: JSON changes how it is scored"
-    raise UserError.of(key, what, "use another task")
+    why = "JSON changes how it is scored"
+    try:
+        expected = score(entry["answer"], dict(entry))
+        for tuples in (False, True):
+            stored["tuples"] = tuples
+            # The entry as a run reads it: scored otherwise, it would train on other rewards.
+            text = json.dumps(stored, allow_nan=False)
+            if score(entry["answer"], entry_of(json.loads(text))) == expected:
+                return row
+    # A scorer may raise anything, and an entry may contain any object.
+    except Exception as error:  # noqa: BLE001 - reported below
+        why = f"{type(error).__name__}: {error}"
+    what = f"question {index} of {task} cannot be stored: {why}"
+    raise UserError.of(key, what, "change the seed or the options, or use another task")

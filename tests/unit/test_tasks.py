@@ -158,7 +158,7 @@ def test_a_config_gets_files_instead_of_tasks(tmp_path, cache) -> None:
     assert config.data.train.is_relative_to(cache)
     assert (config.data.train.name, config.data.eval.name) == ("train.jsonl", "test.jsonl")
     assert notes == [
-        f"data.train: reasoning_gym:chain_sum is {config.data.train}, 100 rows: the task has no"
+        f"data.train: reasoning_gym:chain_sum is {config.data.train}, 100 rows: 4400 draws gave no"
         " more different questions",
         f"data.eval: reasoning_gym:chain_sum is {config.data.eval}",
     ]
@@ -224,6 +224,20 @@ def test_bad_settings_are_refused_with_the_key_and_the_nearest_name() -> None:
             "set it to 10 or less",
         ),
         (
+            "caesar_cipher",
+            {"level": 2},
+            "data.generate.level",
+            "caesar_cipher refuses the options of level 2: rotation must be in range [1,25]",
+            "name another level, or correct the options",
+        ),
+        (
+            "chain_sum",
+            {"size": 1, "held_out": 200, "options": SUMS},
+            "data.train",
+            "804 draws of chain_sum gave only 197 different questions, and all are held out",
+            "lower data.generate.held_out, or set options with more questions",
+        ),
+        (
             "gsm_symbolic",
             {"level": 0},
             "data.generate.level",
@@ -241,10 +255,19 @@ def test_bad_settings_are_refused_with_the_key_and_the_nearest_name() -> None:
             assert problem.fix.startswith(fix)
 
 
-def test_keys_of_sources_and_sets_are_named() -> None:
+def test_keys_of_sources_and_sets_are_named(tmp_path) -> None:
     with pytest.raises(UserError) as error:
         rows("chain_sum", key="eval.sets.0.path", level=99)
     assert error.value.problems[0].key == "eval.sets.0.generate.level"
+    # Settings of `data.generate`, which a source uses.
+    file = tmp_path / "run.yaml"
+    tree = yaml.safe_load(CONFIG)
+    source = {"path": "reasoning_gym:chain_sum"}
+    tree["data"] = {"sources": [source], "generate": {"level": 99}}
+    file.write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError) as error:
+        with_generated(load(file))
+    assert error.value.problems[0].key == "data.generate.level"
 
 
 def test_generate_without_a_task_is_refused(tmp_path) -> None:
@@ -294,6 +317,21 @@ def test_a_scorer_that_raises_scores_zero_and_is_logged_once(caplog) -> None:
     assert [scored(row, "no × number") for _ in range(2)] == [0.0, 0.0]
     assert len(caplog.records) == 1
     assert "the scorer of prime_factorization raised ValueError" in caplog.text
+
+
+def test_entries_that_cannot_be_stored_are_refused() -> None:
+    def raises(*_: object) -> float:
+        raise KeyError("moves")
+
+    def accepts(*_: object) -> float:
+        return 1.0
+
+    cases = ((raises, 1, "KeyError: 'moves'"), (accepts, {1, 2}, "set is not JSON serializable"))
+    cases += ((accepts, float("nan"), "not JSON compliant"),)
+    for score, value, why in cases:
+        entry = {"question": "q", "answer": "a", "metadata": {"value": value}}
+        with pytest.raises(UserError, match=f"question 3 of x cannot be stored: .*{why}"):
+            generated._row("data.train", "x", {}, 3, entry, score)
 
 
 def test_no_response_is_run_as_code(tmp_path) -> None:
