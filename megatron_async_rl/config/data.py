@@ -126,7 +126,8 @@ class DataConfig(Strict):
     `reasoning_gym:TASK`, whose questions are generated. Each row has a prompt and the columns that
     the reward reads; with `loss: sft` a response and optionally a `weight`. Null: `sources`."""
     generate: GenerateConfig | None = None
-    """Questions of `reasoning_gym:TASK` in train, eval and sources; null uses the defaults."""
+    """Questions of `reasoning_gym:TASK` in train, eval, sources and eval.sets; null uses the
+    defaults."""
     sources: tuple[SourceConfig, ...] = ()
     """Sources of a mixture, instead of `train`."""
     eval: Path | None = None
@@ -185,12 +186,6 @@ class DataConfig(Strict):
             raise ValueError(
                 f"data.prompt_key: {self.prompt_key} and data.messages_key: {self.messages_key}"
                 " both name the column of the prompt; keep one"
-            )
-        tasks = [self.train, self.eval, *(one.path for one in self.sources)]
-        if self.generate is not None and not any(map(is_task, tasks)):
-            raise ValueError(
-                "data.generate has no effect on files; remove it, or set data.train to"
-                f" {TASK_PREFIX}TASK"
             )
         own = [name for name in self.chat_template_options if name in OWN_TEMPLATE_OPTIONS]
         if own:

@@ -102,7 +102,7 @@ def with_generated(config: Config) -> tuple[Config, list[str]]:
             placed(f"eval.sets.{index}", one, HELD_OUT) for index, one in enumerate(evaluation.sets)
         )
         result["eval"] = evaluation.model_copy(update={"sets": sets})
-    if changed:
+    if changed or result:
         # The files are the result of `generate`, which has no effect on files.
         result["data"] = data.model_copy(update={**changed, "generate": None})
     return (config.model_copy(update=result) if result else config), notes

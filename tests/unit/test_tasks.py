@@ -270,6 +270,20 @@ def test_keys_of_sources_and_sets_are_named(tmp_path) -> None:
     assert error.value.problems[0].key == "data.generate.level"
 
 
+def test_held_out_sets_use_the_settings_of_the_data(tmp_path, cache) -> None:
+    file = tmp_path / "run.yaml"
+    tree = yaml.safe_load(CONFIG)
+    tree["data"] = {"train": "/data/x.jsonl", "generate": {"size": 2, "held_out": 3}}
+    tree["eval"] = {"every": 1, "sets": [{"name": "a", "path": "reasoning_gym:chain_sum"}]}
+    file.write_text(yaml.safe_dump(tree))
+    config, _ = with_generated(load(file))
+    assert config.eval is not None
+    assert len(config.eval.sets[0].path.read_text().splitlines()) == 3
+    # A rank reads the written config.
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load(file).data.generate is None
+
+
 def test_generate_without_a_task_is_refused(tmp_path) -> None:
     file = tmp_path / "run.yaml"
     text = CONFIG.replace("reasoning_gym:chain_sum", "/data/x.jsonl")
