@@ -279,12 +279,12 @@ def print_rows() -> None:
     UserError."""
     # Ctrl-C also reaches the parent, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    *place, options, settings = json.load(sys.stdin)
+    key, section, task, options, settings = json.load(sys.stdin)
     lines = sys.stdout
     # Some generators print.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         try:
-            for row in _rows(*place, options, GenerateConfig(**settings)):
+            for row in _rows(key, section, task, options, GenerateConfig(**settings)):
                 print(json.dumps(row), file=lines)
         except UserError as error:
             (problem,) = error.problems
