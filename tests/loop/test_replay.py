@@ -426,8 +426,9 @@ def test_a_loss_whose_terms_cancel_is_within_the_tolerance_of_another_layout(
     def row(loss: float, norm: float) -> dict[str, Any]:
         return {"step": 1, "policy/loss": loss, "policy/grad_norm": norm}
 
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row(-0.0012, 1.0)) + "\n")
+    of_run = {1: row(-0.0012, 1.0)}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(of_run[1]) + "\n")
     for loss, norm, expected in ((-0.0002, 1.0, (0.01, 0.0)), (1.0, 0.5, (1.0012, 0.5))):
         found = Comparison()
-        compare(found, tmp_path, [row(loss, norm)], {})
+        compare(found, tmp_path, of_run, [row(loss, norm)], {})
         assert tuple(found.largest.values()) == pytest.approx(expected)
