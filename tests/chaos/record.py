@@ -19,7 +19,8 @@ FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.jsonl"
 COLUMNS = ("lost", "duplicated", "beyond", "silent", "hung", "unnamed", "left over")
 """Counts that should be zero; see docs in CONTRIBUTING.md."""
 
-Layer = Literal["component", "process"]
+Layer = Literal["component", "process", "link", "run"]
+"""`link`: over two machines. `run`: the end of a run after its faults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ def table(records: Sequence[FaultRecord]) -> str:
     all faults of the component histories, whose violations have no single cause."""
     rows: dict[str, Counter[str]] = {}
     for record in records:
-        if record.layer == "process":
+        if record.layer != "component":
             for kind, count in record.tried.items():
                 row = rows.setdefault(kind, Counter())
                 row["tried"] += count

@@ -3,6 +3,7 @@
     make chaos                                   100 component histories and 2 process faults
     MAR_CHAOS_HISTORIES=1000 MAR_CHAOS_FAULTS=0 make chaos
     python -m tests.chaos.run --faults 20 --record benchmarks/chaos.jsonl
+    python -m tests.chaos.run --links 2          faults of runs over two machines; needs root
     python -m tests.chaos.run --history 123      one history again, with every violation
     python -m tests.chaos.run --table            the table of the record
 
@@ -48,7 +49,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tests.chaos.campaign import run_faults
 
         broken += run_faults(options, deadline)
+    if options.links and time.monotonic() < deadline:
+        broken += _links(options, deadline)
     return 1 if broken else 0
+
+
+def _links(options: argparse.Namespace, deadline: float) -> int:
+    """Inject faults into runs over two machines, and return the number of broken invariants."""
+    from tests.chaos.two_machines import two_machine_fault
+
+    first, broken = options.seed or record.next_seed("link", options.record or record.FILE), 0
+    for seed in range(first, first + options.links):
+        if time.monotonic() > deadline:
+            break
+        kind, found, seconds = two_machine_fault(seed)
+        print(f"fault {seed}: {kind}, {seconds:.0f} s", flush=True)
+        for one in found:
+            print(f"  {one}", flush=True)
+        broken += len(found)
+        if options.record is not None:
+            record.append(
+                record.FaultRecord(
+                    layer="link",
+                    first=seed,
+                    last=seed,
+                    date=time.strftime("%Y-%m-%d"),
+                    command=f"python -m tests.chaos.run --seed {seed} --histories 0 --faults 0"
+                    " --links 1",
+                    tried={kind: 1},
+                    found=record.counts(found),
+                    details=[str(one) for one in found],
+                    seconds=round(seconds, 1),
+                ),
+                options.record,
+            )
+    return broken
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -59,6 +94,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=int(default("SEED", 0)), help="first seed")
     parser.add_argument("--histories", type=int, default=int(default("HISTORIES", 100)))
     parser.add_argument("--faults", type=int, default=int(default("FAULTS", 2)))
+    parser.add_argument("--links", type=int, default=int(default("LINKS", 0)))
     parser.add_argument("--minutes", type=float, default=default("MINUTES", 30.0))
     parser.add_argument("--kinds", default=os.environ.get("MAR_CHAOS_KINDS", ""))
     parser.add_argument("--record", type=Path, default=os.environ.get("MAR_CHAOS_RECORD"))
