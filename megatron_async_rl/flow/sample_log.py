@@ -48,10 +48,10 @@ from megatron_async_rl.samples.frames import (
     finish,
     is_new,
     numbers_in,
-    present_file,
     read_mark,
     replace_whole,
     require_checksums,
+    require_intact,
 )
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.segments import (
@@ -283,7 +283,7 @@ class SampleLogWriter(SampleLog):
             self._finish_open()
             for number in numbers_in(self._folder):
                 try:
-                    present_file(self._folder, "samples", number)
+                    require_intact(self._folder, "samples", number)
                 except SegmentBroken as error:
                     self._note_damage(error)
             seqs = self._change_outcomes(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import pytest
@@ -21,10 +22,11 @@ from megatron_async_rl.samples.frames import (
     replace_whole,
 )
 from megatron_async_rl.samples.segments import OUTCOMES, payload_of, read_table
-from tests.chaos import histories, record
+from tests.chaos import faults, histories, record
 from tests.chaos.disk import Crash, FaultyDisk
+from tests.chaos.faults import DamageFault
 from tests.chaos.histories import ComponentHistory, draw_settings, run_history
-from tests.chaos.invariants import FlowLaw, broken
+from tests.chaos.invariants import FlowLaw, ViolationKind, broken
 from tests.chaos.record import FaultRecord
 from tests.unit.flow_setup import flow
 
@@ -220,3 +222,31 @@ def test_the_record_accumulates_and_counts_each_seed_once(tmp_path: Path) -> Non
     assert lines[2].startswith("| 20 component histories, all faults | 8 | 0 |")
     assert lines[3].startswith("| stop | 1 | 0 |")
     assert lines[4].startswith("| all | 9 | 0 |")
+
+
+def test_a_fault_of_a_live_run_is_a_function_of_its_seed() -> None:
+    drawn = [faults.draw(random.Random(seed)) for seed in range(400)]
+    assert drawn == [faults.draw(random.Random(seed)) for seed in range(400)]
+    kinds = {fault.kind for fault in drawn}
+    for process in faults.PROCESSES:
+        assert {f"SIGKILL of {process}", f"SIGSTOP of {process}"} <= kinds
+    for file in faults.DAMAGED:
+        assert {f"flipped bit in {file}", f"truncated {file}"} <= kinds
+    assert "full disk" in kinds
+    assert {f"unwritable {folder}" for folder in faults.FOLDERS} <= kinds
+    assert faults.draw(random.Random(0), "SIGSTOP of rank").kind.startswith("SIGSTOP of rank")
+
+
+def test_damage_changes_one_bit_or_the_length(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    for seed, flip in itertools.product(range(20), (True, False)):
+        file.write_bytes(bytes(64))
+        DamageFault("latest", flip).apply(file, random.Random(seed))
+        content = file.read_bytes()
+        bits = sum(byte.bit_count() for byte in content)
+        assert (len(content), bits) == (64, 1) if flip else len(content) < 64
+
+
+def test_each_column_of_the_record_is_a_kind_of_violation() -> None:
+    assert get_args(ViolationKind) == record.COLUMNS
+    assert set(faults.PROCESSES) >= faults.TOLERATED

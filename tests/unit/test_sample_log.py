@@ -271,6 +271,20 @@ def test_a_resume_keeps_a_damaged_file_as_it_is_and_names_it(tmp_path: Path) -> 
     assert left in ([], [0])
 
 
+def test_a_resume_notes_a_flipped_bit_in_the_newest_samples(tmp_path: Path) -> None:
+    for group in range(2):
+        log = begun(tmp_path, group)
+        admitted(log, group)
+        log.finished(row(sample(group), group))
+        log.close()
+    path = path_of(tmp_path / FOLDER, "samples", 1)
+    damaged = flipped(path.read_bytes(), 900)
+    path.write_bytes(damaged)
+    begun(tmp_path, 2).close()
+    assert path.read_bytes() == damaged
+    assert f"{path} is damaged" in events(tmp_path)[-1]
+
+
 def test_a_resume_cuts_the_torn_tail_off_and_closes_the_file(tmp_path: Path) -> None:
     log = begun(tmp_path)
     admitted(log, 0, 1)
