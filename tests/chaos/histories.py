@@ -59,6 +59,7 @@ from megatron_async_rl.samples.frames import (
     FOLDER,
     HEADER_BYTES,
     OPEN,
+    TORN_ZEROS,
     LogMark,
     SegmentBroken,
     lost_end,
@@ -590,8 +591,8 @@ class ComponentHistory:
             content = path.read_bytes()
             cut = self.chance.randint(safe, len(content))
             # After a power failure the file may have its length, and zeros instead of blocks.
-            zeros = self.chance.choice([0, 0, max(0, len(content) - cut)])
-            path.write_bytes(content[:cut] + bytes(zeros))
+            zeros = self.chance.choice([0, 0, len(content) - cut])
+            path.write_bytes(content[:cut] + bytes(zeros if zeros >= TORN_ZEROS else 0))
             self.result.tried["torn frame"] += 1
 
     # Judgement
@@ -617,7 +618,7 @@ class ComponentHistory:
         if self._filled and self.disk.refused:
             # Rows of a full disk are lost by design; the run must not be silent about them.
             gaps = bool(violations)
-            if gaps and not any("sample log" in text for text in noted):
+            if gaps and not any("sample log" in text or FOLDER in text for text in noted):
                 violations = [Violation("silent", f"lost rows and no event: {violations[0]}")]
             else:
                 violations = []
