@@ -156,7 +156,8 @@ class Campaign:
                 self.loses_rows = True
             elif not fault.inject(run):
                 return False
-            self._wait(lambda: run.step >= at + RECOVERED, f"{fault.kind} at step {at}")
+            if not self._wait(lambda: run.step >= at + RECOVERED, f"{fault.kind} at step {at}"):
+                return True
         text = run.output() + "\n".join(run.events()[events:])
         if run.code is None:
             if isinstance(fault, ProcessFault):
@@ -239,7 +240,9 @@ class Campaign:
         fault.apply(path, chance)
         damaged, events, at = path.read_bytes(), len(run.events()), run.step
         run.start()
-        self._wait(lambda: run.step >= at + 3, f"start after {fault.kind}")
+        if not self._wait(lambda: run.step >= at + 3, f"start after {fault.kind}"):
+            shutil.copy2(copy, path)
+            return True
         text = run.output() + "\n".join(run.events()[events:])
         named = path.name in text or path.parent.name in text
         if run.code not in (None, 0):

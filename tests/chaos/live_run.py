@@ -32,7 +32,7 @@ POLL_S = 0.02
 STALL_S = 90.0
 """watchdog.timeout_s of the runs."""
 UNRESPONSIVE_S = 30.0
-HUNG_S = 420.0
+HUNG_S = 480.0
 """Seconds without an end or progress after which a run counts as hung: more than any of its own
 limits."""
 REWARD = '''"""Reward of the chaos runs, which runs in a process of its own."""
@@ -74,7 +74,7 @@ class LiveRun:
                 "reward": {"name": "chaos_reward:score"},
                 "kv_cache_gib": 0.1,
                 "unresponsive_s": UNRESPONSIVE_S,
-                "start_timeout_s": 300,
+                "start_timeout_s": 240,
                 "restarts_per_hour": 50,
             },
             "policy": {
