@@ -215,7 +215,7 @@ def test_a_deadline_gives_way_to_what_it_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_deadline_of_ray_gives_way_to_the_name_of_the_wait(tmp_path: Path) -> None:
-    """The package raises its own error from that of Ray, for instance if the controller is stopped."""
+    """The package raises its own error from that of Ray, such as for a stopped controller."""
     chained = (
         'Traceback (most recent call last):\n  File "/app/cluster.py", line 3, in ray_get\n'
         "ray.exceptions.GetTimeoutError: Get timed out: some object(s) not ready.\n\n"
