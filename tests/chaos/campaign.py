@@ -214,6 +214,10 @@ class Campaign:
             elif not re.search(fault.names, failed):
                 tail = " | ".join(failed.strip().splitlines()[-4:])[:300]
                 self._violation("unnamed", f"{fault.kind}: {tail}")
+            elif not re.search(r"fix: |same command resumes", failed) and run.status().get(
+                "checkpoint"
+            ):
+                self._violation("unnamed", f"{fault.kind}: no fix in the message")
         # The ranks of a killed launcher stop after their step and save a checkpoint.
         left = run.left_processes(240.0 if dead else 60.0)
         if left:
