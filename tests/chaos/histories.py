@@ -29,7 +29,7 @@ from unittest import mock
 
 import numpy as np
 
-from megatron_async_rl.config.durable import publish, write_file
+from megatron_async_rl.config.durable import PARTIAL, publish, write_file
 from megatron_async_rl.config.flow import FlowConfig
 from megatron_async_rl.config.rollout import RewardConfig
 from megatron_async_rl.config.schema import SamplesConfig
@@ -58,6 +58,7 @@ from megatron_async_rl.samples.columns import rows_of_lists
 from megatron_async_rl.samples.frames import (
     FOLDER,
     HEADER_BYTES,
+    MARK_FILE,
     OPEN,
     TORN_ZEROS,
     LogMark,
@@ -438,6 +439,8 @@ class ComponentHistory:
         settings, run_dir = self.settings, self.run_dir
         run_dir.mkdir(exist_ok=True)
         (run_dir / STOP).unlink(missing_ok=True)
+        for left in run_dir.glob(f"{MARK_FILE}*{PARTIAL}"):  # as the launcher does
+            left.unlink()
         version, position = self._resume()
         launch = FakeLaunch(
             [HistoryEngine(self) for _ in range(settings.engines + settings.evaluators)],
@@ -630,7 +633,7 @@ class ComponentHistory:
             found.append(Violation("lost", f"metrics.jsonl has the steps {steps}"))
         # A life that had no step left to make may end before an engine has loaded its version, with
         # which the log begins: the files of the life before then stay open.
-        endings = (".partial", OPEN) if self._trained else (".partial",)
+        endings = (PARTIAL, OPEN) if self._trained else (PARTIAL,)
         left = [
             file.relative_to(self.run_dir).as_posix()
             for file in self.run_dir.rglob("*")
