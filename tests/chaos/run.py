@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{result.settings}\n{result.lives} lives; {dict(result.tried)}")
         print("\n".join(map(str, result.violations)) or "all invariants hold")
         return 1 if result.violations else 0
+    # So that the runs, mounts and namespaces of an ended driver go with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     deadline = time.monotonic() + 60 * options.minutes
     broken = _histories(options, deadline)
     if options.faults and time.monotonic() < deadline:
