@@ -293,9 +293,9 @@ def _torch(path: str) -> tuple[list[Finding], str | None]:
     """Return findings on torch, and the CUDA version that it was built for (null: none)."""
     # A single program, because importing torch takes seconds.
     answer, failure = _query_output(
-        "import torch; c = torch.backends.cpu.get_cpu_capability(); print(torch.version.cuda or"
-        " 'none', torch.cuda.is_available(), torch.distributed.is_gloo_available(),"
-        " torch.distributed.is_nccl_available(), c, sep='|')"
+        "import torch; c = torch.backends.cpu.get_cpu_capability(); has = ('not built', 'built');"
+        " d = torch.distributed; print(torch.version.cuda or 'none', torch.cuda.is_available(),"
+        " has[d.is_gloo_available()], has[d.is_nccl_available()], c, sep='|')"
     )
     # Without the import nothing else can be queried.
     if failure:
@@ -330,8 +330,8 @@ def _torch_findings(answer: str, path: str) -> tuple[list[Finding], str | None]:
     vectors = "vector instructions that torch uses here"
     findings = [
         _check("CUDA", available == "True", cuda, "GPU training and rollout", cuda_fix, required),
-        _check("gloo", gloo == "True", gloo, "collectives on the CPU", reinstall, True),
-        _check("NCCL", nccl == "True", nccl, "collectives on GPUs", nccl_fix, required),
+        _check("gloo", gloo == "built", gloo, "collectives on the CPU", reinstall, True),
+        _check("NCCL", nccl == "built", nccl, "collectives on GPUs", nccl_fix, required),
         _check("torch CPU code", "AVX" in capability, capability, vectors),
     ]
     return findings, None if built == "none" else built

@@ -235,7 +235,8 @@ def _wrong(run: RunData) -> str:
     if not rows and not dropped and not listed:
         return ""
     table = f"<table>{''.join(rows)}</table>" if rows else ""
-    title = "<h2>Anomalies and dropped responses</h2>"
+    # No heading stands above nothing: a run may have events alone.
+    title = "<h2>Anomalies and dropped responses</h2>" if table or dropped else ""
     return f'<section class="card wrong">{title}{table}{dropped}{listed}</section>'
 
 

@@ -136,8 +136,19 @@ def broken_installation(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
     monkeypatch.setattr(doctor, "_cpu_flags", set)
     monkeypatch.setattr(doctor, "run", refused)
-    answer = "none|False|False|False|DEFAULT"
+    answer = "none|False|not built|not built|DEFAULT"
     monkeypatch.setattr(doctor, "_torch", lambda path: doctor._torch_findings(answer, path))
+
+
+def test_findings_on_torch_name_what_it_was_built_with():
+    findings, built = doctor._torch_findings("13.0|True|built|not built|AVX512", "cpu")
+    assert built == "13.0"
+    assert {one.part: (one.state, one.found) for one in findings} == {
+        "CUDA": ("ok", "torch built for CUDA 13.0, usable"),
+        "gloo": ("ok", "built"),
+        "NCCL": ("note", "not built"),
+        "torch CPU code": ("ok", "AVX512"),
+    }
 
 
 @pytest.mark.parametrize("machine", [FAILING_HOST, FAILING_NODE], ids=["cpu", "gpu"])

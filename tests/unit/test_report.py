@@ -23,12 +23,12 @@ from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report import report
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, steps_text
 from megatron_async_rl.report.metric_rows import per_engine, smooth, thin
-from megatron_async_rl.report.page import page_of, tables_of
+from megatron_async_rl.report.page import _wrong, page_of, tables_of
 from megatron_async_rl.report.panel import POINTS
 from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.report import tick, write_report
 from megatron_async_rl.report.run_data import ReportError, read_run, span, timeline_window
-from megatron_async_rl.watchdog.events import Status, write_status
+from megatron_async_rl.watchdog.events import Event, Status, write_status
 
 CONFIG = {
     "model": {"path": "/models/<tiny>", "dtype": "float32"},
@@ -375,6 +375,16 @@ def test_the_page_begins_with_the_reward_and_ends_with_the_settings(tmp_path: Pa
     ]
     assert places == sorted(places)
     assert next(iter(drawn_in(page(run)))) == "Reward", "the reward is not the first panel"
+
+
+def test_no_heading_stands_above_nothing(tmp_path: Path) -> None:
+    run = replace(read_run(sampled_run(tmp_path / "demo", 40)), anomalies=(), dropped=None)
+    assert _wrong(replace(run, events=[])) == ""
+    event = Event(1.0, "engine <0> was replaced")
+    assert _wrong(replace(run, events=[event])) == (
+        '<section class="card wrong"><h2>Events</h2><ul>'
+        "<li>engine &lt;0&gt; was replaced</li></ul></section>"
+    )
 
 
 def test_the_tables_show_the_result_and_the_speed_of_the_run(tmp_path: Path) -> None:
