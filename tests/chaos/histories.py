@@ -176,6 +176,8 @@ class HistoryResult:
     tried: Counter[str] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
     lives: int = 0
+    errors: int = 0
+    """Number of lives that a fault ended by an error of the run."""
     settings: HistorySettings | None = None
 
 
@@ -606,7 +608,7 @@ class ComponentHistory:
         if not expected or not str(error):
             text = f"{type(error).__name__}: {error}"
             self.result.violations.append(Violation("unnamed", text))
-        self.result.tried["run ends by an error"] += 1
+        self.result.errors += 1
 
     def _judge(self) -> None:
         settings, found = self.settings, self.result.violations

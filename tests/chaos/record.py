@@ -74,7 +74,7 @@ def table(records: Sequence[FaultRecord]) -> str:
     all faults of the component histories, whose violations have no single cause."""
     rows: dict[str, Counter[str]] = {}
     for record in records:
-        if record.layer != "component":
+        if record.layer in ("process", "link"):
             for kind, count in record.tried.items():
                 row = rows.setdefault(kind, Counter())
                 row["tried"] += count
@@ -89,7 +89,12 @@ def table(records: Sequence[FaultRecord]) -> str:
         histories = sum(one.last + 1 - one.first for one in components)
         rows = {f"{histories:,} component histories, all faults": total, **rows}
     if len(rows) > 1:
-        rows["all"] = sum(rows.values(), Counter())
+        rows["all faults"] = sum(rows.values(), Counter())
+    # The ends of runs are no faults of their own.
+    for record in records:
+        if record.layer == "run":
+            row = rows.setdefault(next(iter(record.tried)), Counter())
+            row.update({"tried": 1, **record.found})
     names = ("tried", *COLUMNS)
     lines = [f"| fault | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
     for kind, row in rows.items():

@@ -221,7 +221,7 @@ def test_the_record_accumulates_and_counts_each_seed_once(tmp_path: Path) -> Non
     lines = record.table(record.read(file)).splitlines()
     assert lines[2].startswith("| 20 component histories, all faults | 8 | 0 |")
     assert lines[3].startswith("| stop | 1 | 0 |")
-    assert lines[4].startswith("| all | 9 | 0 |")
+    assert lines[4].startswith("| all faults | 9 | 0 |")
 
 
 def test_a_fault_of_a_live_run_is_a_function_of_its_seed() -> None:
