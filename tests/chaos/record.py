@@ -90,7 +90,7 @@ def table(records: Sequence[FaultRecord]) -> str:
         rows = {f"{histories:,} component histories, all faults": total, **rows}
     if len(rows) > 1:
         rows["all faults"] = sum(rows.values(), Counter())
-    # The ends of runs are no faults of their own.
+    # The end of a run is checked once, after several faults.
     for record in records:
         if record.layer == "run":
             row = rows.setdefault(next(iter(record.tried)), Counter())
