@@ -31,6 +31,7 @@ from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.model import DTYPES
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.policy import Policy
+from megatron_async_rl.verify.canary_loop import measure_canaries
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.events import failure_of, record_failure
 from megatron_async_rl.watchdog.logs import redirect_output
@@ -53,8 +54,8 @@ WRITE_WAIT_SHARE = 0.8
 
 def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background) -> None:
     """Train until `run.last_step` or a requested stop, then save a checkpoint and, at the end of
-    the run, export the model. A replay exports nothing. `writing` writes checkpoints in the
-    background."""
+    the run, export the model. A replay exports nothing, and `run.numerics` trains nothing.
+    `writing` writes checkpoints in the background."""
     directory, rank0, replay = config.run.dir, rank.rank0, config.run.replay
     with watch.phase("starting model and engines", quiet_s(config)):
         policy = Policy.build(
@@ -113,6 +114,9 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
             rank0.set_status("training")
 
     rank.publish(version)
+    if config.run.numerics is not None:
+        measure_canaries(config, policy, rank)
+        return
     rank.evaluate(policy.mean_loss)
     rank0.set_status("training")
     collect_rarely()
@@ -130,7 +134,7 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         rank.give_devices()
         rank.publish(version)
         rank.evaluate(policy.mean_loss)
-        rank0.log(batch, metrics)
+        rank0.log(batch, metrics, policy.lag0)
         policy.require_finite_steps(ended=replay is None and version == config.run.steps)
         due |= bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         # If a checkpoint is due during non-finite steps, save it after the next finite step.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +28,7 @@ from megatron_async_rl.launch.addresses import Nodes, NodesError
 
 if TYPE_CHECKING:  # it loads what only `mar train` needs
     from megatron_async_rl.launch.rendezvous import PeerNodes
+    from megatron_async_rl.verify.scorecard import Scorecard
 
 
 @app.command()
@@ -94,10 +97,10 @@ def _train(
     # Downloads come after the checks that need no network.
     loaded, found = located(given)
     with usable(loaded.run.dir):
-        return _train_loaded(config, loaded, found, nodes, peers, engine_nodes)
+        return checked_launch(config, loaded, found, nodes, peers, engine_nodes)
 
 
-def _train_loaded(
+def checked_launch(
     config: Path,
     loaded: Config,
     found: Sequence[str],
@@ -105,6 +108,8 @@ def _train_loaded(
     peers: PeerNodes,
     engine_nodes: int,
 ) -> int:
+    """Launch a config whose downloads are done, after all checks that need no process; return the
+    exit code. config: its file. Raises UserError."""
     from megatron_async_rl.launch.launcher import already_finished, finished_before, launch
     from megatron_async_rl.plan.host import free_memory_problems
     from megatron_async_rl.plan.layout import rank_environment
@@ -153,6 +158,23 @@ def _train_loaded(
     for warning in (*found, *plan.warnings):
         print_text(f"note: {warning}")
     return launch(loaded, console(), nodes, peers, rank_environment(loaded, machine))
+
+
+def compare_numerics(
+    config: Path, overrides: Sequence[str], *, alone: bool
+) -> tuple[int, Scorecard]:
+    """Run the check of a config; return the exit code of its processes, and the scorecard. alone:
+    nothing but the scorecard may be written to standard output."""
+    from megatron_async_rl.data.hub import located
+    from megatron_async_rl.launch.rendezvous import PeerNodes
+    from megatron_async_rl.verify.numerics import numerics_config, numerics_scorecard
+
+    let_children_import_from_here()
+    nodes = Nodes(1, 0, "")
+    with contextlib.redirect_stdout(sys.stderr) if alone else contextlib.nullcontext():
+        loaded, found = located(numerics_config(config, overrides))
+        code = checked_launch(config, loaded, found, nodes, PeerNodes(nodes), 0)
+    return code, numerics_scorecard(str(config), loaded)
 
 
 def _absent(out: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Commands that read a config, a run or a checkpoint and start no run."""
+"""Commands that read a config, a run or a checkpoint and train nothing."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megatron_async_rl.cli.application import (
     console,
     print_text,
 )
+from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.problem import UserError
 
 GPU_MEMORY_GIB = 80.0
@@ -326,6 +327,53 @@ def samples(
     )
     # Reads the log only, so it is safe while the run continues.
     print_samples(choose(run, wanted), console(), as_json=as_json)
+
+
+@app.command()
+def verify(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The run.dir of a run; with --numerics, a config file."),
+    ],
+    overrides: Overrides = None,
+    numerics: Annotated[
+        bool,
+        typer.Option(
+            "--numerics",
+            help="Compare trainer and engines of a config on a few prompts, without training.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Also write the scorecard as JSON; `-`: print only that."
+        ),
+    ] = None,
+) -> None:
+    """Check the records of a run: weights, log-probs, tokens, rewards, data and arithmetic. Writes
+    RUN/verify.json, which the report shows. With --numerics, check a config before its run: start
+    its trainer and engines, publish weights, sample canary prompts and compare. Exit code 1 if a
+    row fails."""
+    from megatron_async_rl.cli.runs import compare_numerics
+    from megatron_async_rl.verify.verified_run import verify_run
+
+    alone = as_json == "-"
+    code = 0
+    if numerics:
+        code, card = compare_numerics(run, overrides or (), alone=alone)
+    elif overrides or run.is_file():
+        what = f"{run} is a file" if run.is_file() else f"{overrides} change nothing in a run"
+        fix = "name a run directory, or add --numerics to check a config before its run"
+        raise UserError.of("RUN", what, fix)
+    else:
+        card = verify_run(run.absolute(), console(stderr=alone))
+    if alone:
+        typer.echo(card.text(), nl=False)
+    else:
+        if as_json is not None:
+            write_file(Path(as_json), card.text())
+        card.show(console())
+    raise typer.Exit(code or card.exit_code)
 
 
 @app.command()

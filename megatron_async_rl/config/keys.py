@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -189,16 +190,21 @@ def method_name(model: type[Strict]) -> str | None:
     return field.default if field is not None and isinstance(field.default, str) else None
 
 
-def path_keys() -> list[str]:
+@cache
+def path_keys() -> tuple[str, ...]:
     """Return the dotted keys of files and folders, with `[]` for an index."""
-    return [
+    # Cached, because the schema does not change and a walk takes longer than a load.
+    return tuple(
         leaf.key for _, _, leaves in walk() for leaf in leaves if _holds_path(leaf.field.annotation)
-    ]
+    )
 
 
-def text_keys() -> list[str]:
+@cache
+def text_keys() -> tuple[str, ...]:
     """Return the dotted keys whose text may be given as the path of a file."""
-    return [leaf.key for _, _, leaves in walk() for leaf in leaves if _may_be_a_file(leaf.field)]
+    return tuple(
+        leaf.key for _, _, leaves in walk() for leaf in leaves if _may_be_a_file(leaf.field)
+    )
 
 
 def pattern_of(key: str) -> str:

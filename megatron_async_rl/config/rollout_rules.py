@@ -67,6 +67,8 @@ def engine_conflicts(config: Config) -> Iterator[str]:
     """Yield the reasons why engines cannot have these settings."""
     rollout = config.rollout
     if rollout is None:
+        if config.run.numerics is not None:
+            yield "run.numerics compares the trainer with engines; add `rollout`, or remove it"
         return
     if rollout.pipeline > 1 and config.policy.routing_replay == "rollout":
         yield (

@@ -52,6 +52,22 @@ class ReplayConfig(Strict):
         return self
 
 
+class NumericsConfig(Strict):
+    """Comparison of trainer and engines on canary prompts, without training. `mar verify CONFIG
+    --numerics` writes this section."""
+
+    prompts: PositiveInt = 4
+    """Number of canary prompts, taken from the training data. Every second one is lengthened."""
+    long_prompt: NonNegativeInt = 288
+    """Length in tokens of the lengthened canary prompts, more than a block of the engines' prefix
+    cache; 0 lengthens none."""
+
+
+NUMERICS_VERSIONS = 2
+"""Versions that a run with `run.numerics` publishes and compares: the model's weights, and the same
+weights multiplied by a factor."""
+
+
 class RunConfig(Strict):
     """Directory, length and seed of the run."""
 
@@ -68,10 +84,20 @@ class RunConfig(Strict):
     `never` refuses it."""
     replay: ReplayConfig | None = None
     """Null for a run of its own."""
+    numerics: NumericsConfig | None = None
+    """Null for a run that trains."""
+
+    @model_validator(mode="after")
+    def _one_purpose(self) -> RunConfig:
+        if self.replay is not None and self.numerics is not None:
+            raise ValueError("replay repeats steps and numerics trains none; remove one of the two")
+        return self
 
     @property
     def last_step(self) -> int:
         """Step after which the run ends. `steps` counts for schedules in any case."""
+        if self.numerics is not None:
+            return NUMERICS_VERSIONS
         return self.steps if self.replay is None else self.replay.last
 
 

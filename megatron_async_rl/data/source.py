@@ -371,9 +371,6 @@ class SupervisedSource:
                 version, [[self._sample(f"{place}-0", place, version)] for place in chosen]
             )
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
     def _sample(self, name: str, position: int, version: int) -> Sample:
         prompt, given = self._prompts[position], self._given[position]
         length = len(given.ids)

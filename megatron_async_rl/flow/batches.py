@@ -31,6 +31,7 @@ from megatron_async_rl.data import (
     read_training,
     tokenizer_of,
 )
+from megatron_async_rl.data.canaries import canary_prompts
 from megatron_async_rl.flow.colocated import BufferRequest
 from megatron_async_rl.flow.controller import NAME, STOP_ENGINES_S, Controller
 from megatron_async_rl.flow.controller_spec import (
@@ -63,9 +64,11 @@ evaluation that makes none."""
 
 
 class BatchSource(Protocol):
-    """`data`: digests of all prompts."""
+    """`data`: digests of all prompts. `ends`: tokens that end a sampled response; empty if the
+    source does not know them."""
 
     data: dict[str, Any]
+    ends: frozenset[int]
 
     def next_batch(self, version: int) -> Handout | None:
         """Return the batch that trains `version`; None if the user requested the run to stop."""
@@ -97,13 +100,19 @@ class RolloutBatches:
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
         spec = controller_spec(config, device_type, gpus)
-        training = read_training(config.data, prompt_tokenizer(config.model.path, config))
+        tokenizer = prompt_tokenizer(config.model.path, config)
+        self.ends = frozenset((*tokenizer.eos_ids, *config.rollout.sampling.stop_token_ids))
+        training = read_training(config.data, tokenizer)
         log_too_long(training)
+        prompts, parts = training.prompts, training.parts
+        if config.run.numerics is not None:
+            # As many as a batch has groups, so that every version samples all of them.
+            prompts, parts = tuple(canary_prompts(training.prompts, config.run.numerics)), ()
         source = PromptSource(
-            training.prompts,
+            prompts,
             seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            parts=training.parts,
+            shuffle=config.data.shuffle and config.run.numerics is None,
+            parts=parts,
         )
 
         if position is not None:
@@ -113,7 +122,7 @@ class RolloutBatches:
         held_out = [DataIdentity.of(one.prompts) for one in spec.held_out]
         self.data = data_digests(config, source.identities, held_out)
 
-        longest = max(len(prompt.token_ids) for prompt in training.prompts)
+        longest = max(len(prompt.token_ids) for prompt in prompts)
         lends = config.weights.carrier.ipc
         self._reserved = join_ray(
             # Reserved, so that Ray places engines elsewhere; colocated engines share them.
@@ -242,6 +251,7 @@ class GivenResponses:
                 parts=given.parts,
             )
 
+        self.ends = frozenset[int]()
         self._stop = config.run.dir / watch.STOP
         self._source = source(read_training(config.data, tokenizer, supervised=True))
         self._held_out = [
@@ -274,6 +284,7 @@ class RecordedSteps:
 
     def __init__(self, replay: ReplayConfig, run_dir: Path) -> None:
         self.data: dict[str, Any] = {}
+        self.ends = frozenset[int]()
         self._stop = run_dir / watch.STOP
         self._last = replay.last
         self._recorded = RecordedBatches(replay.run)
@@ -390,6 +401,9 @@ def controller_spec(
             update_timeout_s=config.watchdog.timeout_s,
             restarts_per_hour=rollout.restarts_per_hour,
             max_paused=config.weights.max_paused,
+            run_dir=config.run.dir,
+            # Every engine samples every canary, under both versions.
+            even=rollout.engines if config.run.numerics is not None else 0,
         ),
         timeout_s=config.watchdog.timeout_s,
         start_timeout_s=rollout.start_timeout_s,

@@ -143,6 +143,9 @@ class EngineOwner(Protocol):
     def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
         """Process a report. Raises EngineLost for an answer to something that was not requested."""
 
+    def on_loaded(self, slot: EngineSlot, version: int, digests: Mapping[str, str]) -> None:
+        """Record the digests of the weights in the engine's memory, right or wrong."""
+
     def on_version(self, slot: EngineSlot) -> None:
         """Record that the engine serves with `slot.version`."""
 
@@ -378,6 +381,8 @@ class EngineTask:
             return await self._request(version, engine.update(staged.version, staged.manifest))
 
         def verify(loaded: Mapping[str, str]) -> None:
+            # Before the comparison, so that the record has wrong weights, too.
+            self._owner.on_loaded(slot, staged.version, loaded)
             try:
                 require_equal(slot.name, staged.manifest.digests, loaded)
             except WeightMismatch as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,11 +21,13 @@ from megatron_async_rl.config.weights import WeightsConfig
 from megatron_async_rl.flow.engine_task import EngineSlot, EngineTask, Launch, Restarts
 from megatron_async_rl.flow.router import Listener, Requests, all_lost
 from megatron_async_rl.flow.updates import WeightUpdates
+from megatron_async_rl.metrics.load_log import LoadLog
 from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.watch import await_named, cancel_all
+from megatron_async_rl.weights.version_digest import version_digest
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +38,16 @@ ORDERS_POLL_S = 0.5
 @dataclass(frozen=True, kw_only=True)
 class FleetSettings:
     """Limits of the engines. `capacity`: largest number of requests that one engine holds. The
-    other limits come from the configuration."""
+    other limits come from the configuration. `run_dir`: directory for the record of loaded weights;
+    null: no record. `even`: see Lanes."""
 
     capacity: int = 320
     unresponsive_s: float = RolloutConfig.default_of("unresponsive_s")
     update_timeout_s: float = WatchdogConfig.default_of("timeout_s")
     restarts_per_hour: int = RolloutConfig.default_of("restarts_per_hour")
     max_paused: float = WeightsConfig.default_of("max_paused")
+    run_dir: Path | None = None
+    even: int = 0
 
 
 class Fleet:
@@ -67,8 +72,11 @@ class Fleet:
         self._separate = evaluators_from is not None and evaluators_from < len(specs)
         self.slots: list[EngineSlot] = []
         self.tasks: list[EngineTask] = []
+        self._loads = LoadLog(settings.run_dir) if settings.run_dir is not None else None
         self.updates = WeightUpdates(lambda: self.slots, settings.max_paused)
-        self.requests = Requests(self, listener, settings.capacity, separate=self._separate)
+        self.requests = Requests(
+            self, listener, settings.capacity, separate=self._separate, even=settings.even
+        )
         for spec in specs:
             evaluates = evaluators_from is not None and spec.index >= evaluators_from
             self._begin(spec, evaluates=evaluates, must_start=True)
@@ -223,6 +231,15 @@ class Fleet:
     def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
         slot.report = report
         self.requests.take_in(slot, report)
+
+    def on_loaded(self, slot: EngineSlot, version: int, digests: Mapping[str, str]) -> None:
+        if self._loads is None:
+            return
+        try:
+            self._loads.record(version, slot.index, version_digest(digests), len(digests))
+        except OSError as error:
+            # A full disk costs the record, not the run.
+            log.warning("recording the weights of %s: %s", slot.name, error)
 
     def on_version(self, slot: EngineSlot) -> None:
         if not slot.evaluates:

@@ -255,11 +255,6 @@ class GroupTable:
     def is_waiting(self, group: int) -> bool:
         return group in self._waiting
 
-    def version_of(self, group: int) -> int | None:
-        """Return the version under which a group that has open requests was admitted."""
-        entry = self._answering.get(group)
-        return None if entry is None else entry.version
-
     def open_requests(self) -> list[tuple[Request, int]]:
         """Unanswered requests, each with the version under which its group was admitted."""
         return [

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -29,15 +30,18 @@ from megatron_async_rl.flow.batches import (
 from megatron_async_rl.flow.buffer import BUFFER_FILE
 from megatron_async_rl.flow.controller_spec import DataState, Handout
 from megatron_async_rl.flow.evaluation import EvalResult, EvalSchedule, LossResult
+from megatron_async_rl.flow.running_checks import RunningChecks
 from megatron_async_rl.flow.staleness import max_lag
 from megatron_async_rl.flow.starts import Start, record_start
 from megatron_async_rl.flow.summary import MetricValue, summarise
+from megatron_async_rl.metrics.lag0_log import Lag0Log
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.metrics.trackers import open_trackers
 from megatron_async_rl.metrics.weight_log import WeightLog
 from megatron_async_rl.policy.checkpoint_folder import named_latest, read_file
 from megatron_async_rl.policy.device import arithmetic_of
+from megatron_async_rl.policy.lag0 import Lag0Differences
 from megatron_async_rl.rollout.cluster import software
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
@@ -100,8 +104,13 @@ class OtherRank:
     def record(self, result: EvalResult | LossResult) -> None:
         """Record a result."""
 
-    def log(self, batch: RankBatch, metrics: Mapping[str, MetricValue]) -> None:
-        """Write one line of metrics for the step that has just ended."""
+    def log(
+        self,
+        batch: RankBatch,
+        metrics: Mapping[str, MetricValue],
+        lag0: Lag0Differences | None = None,
+    ) -> None:
+        """Write one line of metrics for the step that has just ended, and one of lag0.jsonl."""
 
     def position(self) -> DataState | None:
         """Position of the data for a checkpoint of this version."""
@@ -141,6 +150,9 @@ class Rank0(OtherRank):
         """Digest of the weights of `version`."""
         self._weight_log: WeightLog | None = None
         """Null until the weights of the first version are known."""
+        self._lag0_log: Lag0Log | None = None
+        """Null in a run without engines."""
+        self._checks = RunningChecks(config.run.dir, ())
         self._device_type = ""
         self._handout: Handout | None = None
         """Batch that was taken and not yet handed out."""
@@ -180,6 +192,8 @@ class Rank0(OtherRank):
                 config.model_dump(mode="json"),
             ),
         )
+        if config.has_engines:
+            self._lag0_log = Lag0Log(config.run.dir, version + 1)
         if schedule is not None:
             self._eval_log = EvalLog(config.run.dir, schedule.means)
         data = None
@@ -189,6 +203,7 @@ class Rank0(OtherRank):
             buffer = read_file(config.run.dir / "checkpoint", BUFFER_FILE)
             data = DataState(state=position["data"], buffer=buffer, oldest=oldest)
         self._batches = open_batches(config, device_type, data, gpus)
+        self._checks = RunningChecks(config.run.dir, self._batches.ends)
 
     @property
     def _open(self) -> BatchSource:
@@ -215,6 +230,7 @@ class Rank0(OtherRank):
             return None
         # Kept until `log`: they describe the wait before this step.
         self._flow_metrics = handout.metrics
+        self._checks.take(handout.batch)
         return handout.batch
 
     def advance(self, version: int) -> None:
@@ -237,6 +253,8 @@ class Rank0(OtherRank):
             config=file_digest(resolved) if resolved.exists() else "",
             device=arithmetic_of(self._device_type),
             ranks=config.policy.parallel.ranks,
+            # Set by torchrun; a program that runs the loop itself has one machine.
+            nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
             layout=config.policy.parallel.model_dump(mode="json"),
             threads=torch.get_num_threads(),
             software=software(),
@@ -263,8 +281,16 @@ class Rank0(OtherRank):
             self._eval_log.append(result.as_json())
         self._log.evaluated(result.version, values)
 
-    def log(self, batch: RankBatch, metrics: Mapping[str, MetricValue]) -> None:
+    def log(
+        self,
+        batch: RankBatch,
+        metrics: Mapping[str, MetricValue],
+        lag0: Lag0Differences | None = None,
+    ) -> None:
         assert self._log is not None
+        if lag0 is not None and self._lag0_log is not None:
+            # Before the line of metrics: a step that is logged has its differences.
+            self._lag0_log.log(self.version, lag0.tokens, lag0.sums, lag0.ids, lag0.means)
         # Measured per optimizer step; a batch may make several steps.
         norm = metrics.get("update/norm")
         seen = summarise(
@@ -272,7 +298,8 @@ class Rank0(OtherRank):
             max_lag(self.config.flow.async_ratio),
             norm * self.config.objective.steps_per_batch if isinstance(norm, float) else None,
         )
-        values = {**metrics, **seen, **self._flow_metrics, **self._step_times()}
+        checked = self._checks.report(self.version, metrics)
+        values = {**metrics, **seen, **checked, **self._flow_metrics, **self._step_times()}
         self._log.log(self.version, values, self._digest)
         self.set_status("training")
 
@@ -347,3 +374,5 @@ class Rank0(OtherRank):
             self._log.close()
         if self._weight_log is not None:
             self._weight_log.close()
+        if self._lag0_log is not None:
+            self._lag0_log.close()

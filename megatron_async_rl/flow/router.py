@@ -36,7 +36,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
@@ -93,15 +93,21 @@ class Engines(Protocol):
 
 class Requests:
     """All requests of a fleet. `capacity`: largest number of requests that one engine holds.
-    `separate`: evaluations have their own engines."""
+    `separate`: evaluations have their own engines. `even`: see Lanes."""
 
     def __init__(
-        self, engines: Engines, listener: Listener, capacity: int, *, separate: bool
+        self,
+        engines: Engines,
+        listener: Listener,
+        capacity: int,
+        *,
+        separate: bool,
+        even: int = 0,
     ) -> None:
         self._engines = engines
         self._listener = listener
         self._separate = separate
-        self._lanes = Lanes(capacity, separate=separate)
+        self._lanes = Lanes(capacity, separate=separate, even=even)
         self._evaluations: set[PendingRequest] = set()
         self._emptied = Signal()
         self._moved_at = time.monotonic()
@@ -363,12 +369,31 @@ class Router:
         return least
 
 
+class EvenRouter(Router):
+    """Choice of an engine that divides every group evenly over the first `engines` engines, in
+    turn, and waits until an engine whose turn it is can take a request."""
+
+    def __init__(self, capacity: int, engines: int) -> None:
+        super().__init__(capacity)
+        self._engines = engines
+        self._given = Counter[int]()
+
+    def choose[P: EngineCandidate](self, slots: Sequence[P], group: int, limit: int) -> P | None:
+        turn = self._given[group] % self._engines
+        for slot in slots:
+            if slot.index == turn and len(slot.held) < limit:
+                self._given[group] += 1
+                return slot
+        return None
+
+
 class Lanes:
     """Waiting requests. `capacity`: largest number of requests that one engine holds. `separate`:
-    evaluations have their own engines."""
+    evaluations have their own engines. `even`: number of engines over which each group is divided
+    evenly; 0 chooses by load."""
 
-    def __init__(self, capacity: int, *, separate: bool) -> None:
-        self._router = Router(capacity)
+    def __init__(self, capacity: int, *, separate: bool, even: int = 0) -> None:
+        self._router = EvenRouter(capacity, even) if even else Router(capacity)
         self._separate = separate
         self._lanes: dict[LaneKey, Lane] = {}
         self._alone: dict[str, PendingRequest] = {}

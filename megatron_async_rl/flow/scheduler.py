@@ -204,10 +204,6 @@ class Scheduler:
         self._worth_at, self._awaited = 0, None  # the group may have blocked a selection
         return dropped
 
-    def version_of(self, group: int) -> int | None:
-        """Return the version under which a group with open requests was admitted."""
-        return self._table.version_of(group)
-
     # Selection
 
     @property

@@ -37,6 +37,8 @@ class Start(Strict):
     """Kind of the ranks' device, and its name on a GPU, or the instructions of a CPU that torch
     uses."""
     ranks: int
+    nodes: int = 1
+    """Number of machines with ranks."""
     layout: Mapping[str, Any]
     """Values of policy.parallel."""
     threads: int

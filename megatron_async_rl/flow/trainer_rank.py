@@ -35,9 +35,9 @@ from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.rollout.cluster import gpu_of_rank
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.weights.digest import version_digest
 from megatron_async_rl.weights.export import WeightExporter, WeightShards
 from megatron_async_rl.weights.staging import Staging, WeightDigests, staging_of
+from megatron_async_rl.weights.version_digest import version_digest
 
 MeanLoss = Callable[[Callable[[], TrainBatch | None]], tuple[float, int]]
 """`Policy.mean_loss`."""
@@ -106,6 +106,11 @@ class TrainerRank:
             device_type=self.layout.device_type,
             gpus=gpus,
         )
+
+    @property
+    def digest(self) -> str:
+        """Digest of the weights that were published last."""
+        return self._digest
 
     def await_batch(self) -> None:
         """Wait until rank 0 has the batch that trains this version."""

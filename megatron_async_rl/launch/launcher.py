@@ -135,12 +135,14 @@ def launch(
         ended = read_status(run_dir)
         # torchrun's exit code 0 also follows a stop.
         if ended is not None and ended.phase == "finished":
+            if config.run.numerics is not None:
+                return 0  # `mar verify` shows the result
             if nodes.rank == 0:
                 _report(run_dir, console)
             print_summary(run_dir, console)
             return 0
         text = f"Stopped at step {ended.step if ended else 0} of {config.run.last_step}"
-        if config.run.replay is None:
+        if config.run.replay is None and config.run.numerics is None:
             text += f"; the same command resumes. Run directory: {run_dir}"
         print_plain(console, text)
         return INTERRUPTED

@@ -112,14 +112,14 @@ def ask_for_engines(run_dir: Path, count: int) -> None:
         why = "has no engines" if rollout is None else "has engines on the policy's devices"
         fix = "only engines with devices of their own join and leave (rollout.placement)"
         raise RunDirectoryError.at(run_dir, why, fix)
-    if not _is_taken(run_dir):
+    if not is_taken(run_dir):
         fix = "set rollout.engines, and start it"
         raise RunDirectoryError.at(run_dir, "is not running: no run would read it", fix)
     with usable(run_dir):
         write_whole(run_dir / watch.ENGINES, str(count))
 
 
-def _is_taken(run_dir: Path) -> bool:
+def is_taken(run_dir: Path) -> bool:
     """Return True while a run has the directory, and if the file system has no locks."""
     try:
         with open(run_dir / FILE, "rb") as lock:

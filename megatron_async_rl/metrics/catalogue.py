@@ -108,6 +108,24 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "response/mixed_versions": Metric(
                 "share", "Share of responses sampled by more than one weight version."
             ),
+            "response/repeated": Metric(
+                "responses", "Responses that are equal to an earlier response of their group."
+            ),
+            "response/repeated_expected": Metric(
+                "responses",
+                "Expected value of `response/repeated` for independent samples, from their own"
+                " log-probs. Many more repeated responses show that seeds are shared.",
+            ),
+            "response/after_end": Metric(
+                "tokens",
+                "Trained tokens behind the end-of-sequence or stop token of their response; 0 is"
+                " expected.",
+            ),
+            "response/without_logprob": Metric(
+                "tokens",
+                "Trained tokens whose log-prob by the engine is missing, not finite or above 0; 0"
+                " is expected.",
+            ),
             "response/turns_mean": Metric(
                 "turns",
                 "Mean number of trained turns per sample, if samples have several turns.",
@@ -142,6 +160,13 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 " Present only if this ratio is above 20 and the norm is above clip_grad."
                 " `anomalies.jsonl` lists the causes.",
                 steps="largest",
+            ),
+            "policy/without_gradient": Metric(
+                "parameters",
+                "Number of trainable parameters that have had no gradient since the process"
+                " started; 0 is expected. Present once, in the line of the fifth step with a"
+                " gradient. `without_gradient.json` has their names.",
+                steps="last",
             ),
             "policy/lr": Metric("per step", "Learning rate of the scheduler."),
             "policy/lr_scale": Metric(

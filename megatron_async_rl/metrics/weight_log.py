@@ -59,17 +59,33 @@ def short_digest(digest: str) -> int:
 def tensors_of_step(run_dir: Path, step: int) -> dict[str, int]:
     """Return eight bits of each tensor's digest after `step`, by name; none without such a line.
     Raises UserError for a line that is not of this file."""
-    names: list[str] = []
-    for place, line in _lines(run_dir / FILE):
-        try:
-            if "names" in line:
-                names = [str(name) for name in line["names"]]
-            elif int(line["step"]) == step:
-                return dict(zip(names, base64.b64decode(line["tensors"]), strict=True))
-        except (KeyError, TypeError, ValueError) as error:
-            where = f"{run_dir / FILE}:{place}"
-            raise not_a_line(where, "digests of tensors", error) from error
+    for found, names, bits in WeightLines(run_dir):
+        if found == step:
+            return dict(zip(names, bits, strict=True))
     return {}
+
+
+class WeightLines:
+    """Iterable of (step, names, eight bits of each tensor) of every complete line, in order."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / FILE
+
+    def __iter__(self) -> Iterator[tuple[int, list[str], bytes]]:
+        """Raises UserError for a line that is not of this file."""
+        names: list[str] = []
+        for place, line in _lines(self._path):
+            try:
+                if "names" in line:
+                    names = [str(name) for name in line["names"]]
+                    continue
+                step, bits = int(line["step"]), base64.b64decode(line["tensors"])
+                if len(bits) != len(names):
+                    raise ValueError(f"{len(bits)} digests of {len(names)} tensors")
+            except (KeyError, TypeError, ValueError) as error:
+                where = f"{self._path}:{place}"
+                raise not_a_line(where, "digests of tensors", error) from error
+            yield step, names, bits
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -300,7 +300,7 @@ class Interview:
         choice = RewardChoice.of(text, self._settings)
         read = self._columns_read_by(choice)
         # The next question selects a column for `answer`, so it need not exist.
-        missing = [one for one in read if one not in {*self._columns, "answer"}]
+        missing = sorted(read - {*self._columns, "answer"})
         if missing:
             what = (
                 f"{text} reads the column {missing[0]}, and the data has {_listed(self._columns)}"

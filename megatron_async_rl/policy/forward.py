@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -39,6 +40,9 @@ from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.routing_replay import RoutingPass, RoutingReplay
 from megatron_async_rl.watchdog import watch
+
+VOCABULARY_BLOCK = 8192
+"""Number of rows of the output weight that `Schedule.logits` converts to float32 at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +171,33 @@ class Schedule:
             chunk.eval()
         return self._run(micro_batches, collect, forward_only=True, routing=routing)
 
+    @torch.no_grad()
+    def logits(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Tensor]]:
+        """Return [n, vocabulary] float32 logits after temperature at the n positions of each
+        micro-batch that this rank computes, in order, on the last stage; an empty list on the
+        others. For few positions only: the whole vocabulary is gathered. Collective over tensor-
+        and pipeline-parallel ranks."""
+        layout, model = self.layout, self.model
+
+        def collect(
+            micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool
+        ) -> tuple[MicroBatch, Tensor]:
+            selected = self._selected(micro_batch, hidden).float()
+            # In blocks, because a float32 copy of the whole weight may not fit.
+            blocks = model.output_weight().split(VOCABULARY_BLOCK)
+            own = torch.cat([selected @ block.float().t() for block in blocks], dim=-1)
+            parts = [own]
+            if layout.tp_size > 1:
+                parts = [torch.empty_like(own) for _ in range(layout.tp_size)]
+                dist.all_gather(parts, own.contiguous(), group=layout.tp_group)
+            # Rows beyond the true vocabulary are padding.
+            whole = torch.cat(parts, dim=-1)[:, : model.vocab_size]
+            return micro_batch, whole / self.temperature
+
+        for chunk in self.chunks:
+            chunk.eval()
+        return self._run(micro_batches, collect, forward_only=True)
+
     def _run(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -219,11 +250,7 @@ class Schedule:
     def _outputs(self, micro_batch: MicroBatch, hidden: Tensor) -> TokenOutputs:
         """Return the outputs from hidden [B, L, H] of the last stage. Collective over tensor- and
         context-parallel ranks."""
-        batch, length, width = hidden.shape
-        # Rows in the memory order of the stage's output, [L, B, H], so that the selection copies
-        # only the selected rows.
-        position = micro_batch.rows % length * batch + micro_batch.rows // length
-        selected = hidden.transpose(0, 1).reshape(length * batch, width).index_select(0, position)
+        selected = self._selected(micro_batch, hidden)
         weight, places = self.model.output_weight(), micro_batch.places
         if self._gathers_late:
             await_parameter(self.chunks[-1], weight)
@@ -247,6 +274,15 @@ class Schedule:
         logp, entropy, squares, *rest = gather_outputs(own, places, tokens, self.layout.cp_group)
         # `sum_p_squared` has no gradient, but the gather gave it one.
         return TokenOutputs(logp, entropy, squares.detach(), *rest)
+
+    @staticmethod
+    def _selected(micro_batch: MicroBatch, hidden: Tensor) -> Tensor:
+        """Return the rows [n, H] of hidden [B, L, H] that predict response tokens."""
+        batch, length, width = hidden.shape
+        # Rows in the memory order of the stage's output, [L, B, H], so that the selection copies
+        # only the selected rows.
+        position = micro_batch.rows % length * batch + micro_batch.rows // length
+        return hidden.transpose(0, 1).reshape(length * batch, width).index_select(0, position)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
         """Return the buffer to which the weight's gradient may be added directly: Megatron's; or,

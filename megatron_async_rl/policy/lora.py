@@ -304,10 +304,9 @@ def initialise(
     model_parallel_cuda_manual_seed(((seed << 16) + layout.rank // layout.tp_size) % 2**62)
 
 
-def weight_of(chunk: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a parameter of the chunk for engines and files: with its adapters merged into it, in
+def weight_of(layer: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a layer's own parameter for engines and files: with its adapters merged into it, in
     `dtype`; null: in its own. Without adapters this is the parameter itself."""
-    layer = chunk.get_submodule(name.rpartition(".")[0])
-    if isinstance(layer, AdaptedLayer) and name.endswith(".weight"):
+    if isinstance(layer, AdaptedLayer) and name == "weight":
         return layer.merged_weight(dtype)
-    return chunk.get_parameter(name).detach()
+    return layer.get_parameter(name).detach()

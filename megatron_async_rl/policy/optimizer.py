@@ -38,7 +38,6 @@ control takes the same steps bit for bit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -54,11 +53,11 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from torch import Tensor, nn
 
-from megatron_async_rl.config.policy import OptimizerConfig as OptimizerSettings
 from megatron_async_rl.config.policy import PolicyConfig
 from megatron_async_rl.gradients import blocks
 from megatron_async_rl.policy.adam_view import gradient_of
 from megatron_async_rl.policy.fp8 import is_quantised
+from megatron_async_rl.policy.learning_rate import learning_rate as learning_rate
 from megatron_async_rl.policy.megatron_private import (
     model_slices,
     optimizer_parts,
@@ -67,28 +66,6 @@ from megatron_async_rl.policy.megatron_private import (
 )
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parameters import Cuts, HuggingFaceTensors, local_entries
-
-
-def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) of a run of `total_steps`.
-
-    Warm-up: lr (step + 1) / warmup_steps. After it, with p = (step - warmup_steps) / (total_steps -
-    warmup_steps) in [0, 1): `linear` decreases from lr towards min_lr with p, `cosine` with (1 -
-    cos(pi p)) / 2; `constant` stays at lr.
-    """
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return settings.lr
-    progress = min(
-        1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
-    )
-    left = (
-        1.0 - progress
-        if settings.schedule == "linear"
-        else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
-    return settings.min_lr + (settings.lr - settings.min_lr) * left
 
 
 def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[DistributedDataParallel]:

@@ -46,6 +46,8 @@ from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.batching import Batcher, Minibatch, divide, over_steps, receive
 from megatron_async_rl.policy.device_memory import DeviceMemory
 from megatron_async_rl.policy.forward import Schedule
+from megatron_async_rl.policy.gradient_coverage import CoverageReport, GradientCoverage
+from megatron_async_rl.policy.lag0 import Lag0Differences, Lag0Table
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
 from megatron_async_rl.policy.optimizer import (
@@ -93,8 +95,11 @@ class Policy:
     step: OptimizerStep
     baseline: ExactBaseline | None
     anomalies: AnomalyReport
+    coverage: CoverageReport
     batcher: Batcher
     memory: DeviceMemory
+    lag0: Lag0Differences | None = None
+    """Differences from the engines' log-probs in the last step; null without tokens at lag 0."""
 
     @classmethod
     def build(
@@ -115,7 +120,8 @@ class Policy:
         `total_steps`: optimizer steps of the whole run, for the learning-rate schedule. `seed`
         determines the initial adapters and their dropout. Nothing else in the policy is random,
         except the division of a batch into minibatches, which its version determines.
-        `anomalies`: file for the causes of anomalous gradients.
+        `anomalies`: file for the causes of anomalous gradients; parameters without a gradient are
+        written next to it.
         """
         model = build_model(model_config, policy_config, layout, objective_config.value, seed=seed)
         # In this order: DDP allocates the buffers, the optimizer's shards are views of them, and
@@ -172,6 +178,7 @@ class Policy:
             step,
             baseline,
             AnomalyReport(schedule, model, optimizer, layout, anomalies),
+            CoverageReport(GradientCoverage(model, layout), layout, anomalies and anomalies.parent),
             Batcher(
                 layout,
                 policy_config.tokens_per_micro_batch,
@@ -211,6 +218,7 @@ class Policy:
             return over_steps([self.step.skip() for _ in range(settings.steps_per_batch)])
 
         started, updates = time.perf_counter(), self.step.updates
+        self.lag0 = None
         # Divided once for all epochs, so that every pass runs the same micro-batches.
         minibatches = [
             self.batcher.of(samples, rows)
@@ -272,7 +280,7 @@ class Policy:
         self.optimizer.zero_grad()
         owner, chosen = self.layout.dp_rank, dict[str, float]()
         if self.baseline is None:
-            table = StepTable(len(samples), self.layout.device)
+            table: StepTable = Lag0Table(samples, self.layout.device)
             recorded = table if self.layout.records_outputs else None
             loss = RecordedLoss(self.objective, targets, recorded, owner=owner)
             self.schedule.forward_backward(mine, loss)
@@ -288,6 +296,8 @@ class Policy:
         if moved:
             # Engine and trainer hold different weights here, so this would not be rounding.
             measured.pop("ratio/logp_diff_lag0_max", None)
+        elif isinstance(table, Lag0Table):
+            self.lag0 = table.differences()
         facts = StepFacts(
             loss=measured["policy/loss"],
             log_weights=sample_log_weights(measurements, samples),
@@ -304,7 +314,10 @@ class Policy:
             consume=RecordedLoss(self.objective, targets, None, owner=owner),
             losses=sample_losses(measurements),
         )
+        # Before controls and optimizer change the gradients.
+        self.coverage.add()
         taken = self.step.take(facts, displaced, trace)
+        covered = self.coverage.stepped(taken["policy/grad_norm"], samples.version + 1)
         if not taken["policy/skipped"]:
             self.schedule.weights_moved()
             if self.references.follows:
@@ -316,6 +329,7 @@ class Policy:
             **targets.metrics,
             **chosen,
             **taken,
+            **covered,
             "policy/micro_batches": float(len(mine)),
             "policy/padding_share": minibatch.padding_share,
             "time/precompute_s": precomputed - started,

@@ -34,7 +34,7 @@ from megatron_async_rl.metrics.log import (
     read_metrics,
 )
 from megatron_async_rl.metrics.weight_log import tensors_of_step
-from megatron_async_rl.plan.layout import rank_environment
+from megatron_async_rl.plan.layout import device_of, rank_environment
 from megatron_async_rl.plan.layout_problems import layout_problems
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import read_model
@@ -51,10 +51,14 @@ WITHOUT_ENGINES = (
     "observe.trackers=[]",
     "observe.prometheus_port=null",
     "run.resume=auto",
+    # The log already has the experts or not, whatever the replay's routing_replay is.
+    "samples.experts=false",
 )
 """Settings of a run that a replay does not use."""
-COMPARED = ("policy/loss", "policy/grad_norm")
-"""Metrics compared if a replay has another layout or device."""
+COMPARED = {"policy/loss": 0.1, "policy/grad_norm": 1e-12}
+"""Metrics compared if a replay has another layout or device, and the least value to which a
+difference is relative. A loss is a mean of terms of both signs, which may cancel to nearly 0; their
+size is about 1, that of normalised advantages."""
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest relative difference of those metrics, by the dtype of the model: another layout adds the
 same numbers in another order."""
@@ -83,8 +87,8 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
         for index, stretch in enumerate(plan.stretches)
     ]
     machine = this_machine()
-    for config in configs:
-        _require_fitting(config, machine)
+    for stretch, config in zip(plan.stretches, configs, strict=True):
+        _require_fitting(config, machine, stretch.start)
     _announce(plan, out, console)
     checkpoint, code, compared = plan.checkpoint, 0, Comparison()
     rows: list[MetricRow] = []
@@ -171,8 +175,20 @@ def _config(plan: ReplayPlan, stretch: Stretch, run_dir: Path, save: bool) -> Co
     )
 
 
-def _require_fitting(config: Config, machine: Machine) -> None:
-    """Raise ConfigError for a model that is not here, or a layout that this machine lacks."""
+def _require_fitting(config: Config, machine: Machine, start: Start | None) -> None:
+    """Raise ConfigError for a model that is not here, or UserError for a layout that this machine
+    lacks."""
+    ranks, gpus = config.policy.parallel.ranks, len(machine.gpus)
+    if device_of(config, machine) == "cuda" and 0 < gpus < ranks:
+        several = start is not None and start.nodes > 1 and start.ranks == ranks
+        made = f", which the run had on {start.nodes} machines," if start and several else ""
+        raise UserError.of(
+            "policy.parallel.ranks",
+            f"{number_of('rank', ranks)}{made} need a GPU each; a replay runs on this machine"
+            f" alone, which has {gpus}",
+            f"start it on a machine with {number_of('GPU', ranks)}, or name a layout for this one,"
+            f" such as policy.parallel.ranks={gpus}, whose results agree within a tolerance",
+        )
     shape, problems = read_model(config.model.path)
     alone = config.model_copy(update={"rollout": None})
     problems = [*problems, *layout_problems(alone, machine, shape)]
@@ -199,6 +215,12 @@ def _announce(plan: ReplayPlan, out: Path, console: Console) -> None:
         note = f"note: no checkpoint of step {plan.requested - 1} was kept"
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     for stretch in plan.stretches:
+        if stretch.start is not None and stretch.start.nodes > 1:
+            note = (
+                f"note: steps {stretch.first} to {stretch.last} were made on {stretch.start.nodes}"
+                " machines; this one runs all ranks"
+            )
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
         made_with = {} if stretch.start is None else stretch.start.software
         different = software_differences(software(), made_with) if made_with else ""
         if different:
@@ -247,10 +269,10 @@ def compare(
             found.identical += 1
         elif found.first_different is None:
             found.first_different = step
-        for name in COMPARED:
+        for name, least in COMPARED.items():
             here, there = number(row, name), number(of_run.get(step, {}), name)
             if here is not None and there is not None:
-                difference = abs(here - there) / max(abs(here), abs(there), 1e-12)
+                difference = abs(here - there) / max(abs(here), abs(there), least)
                 found.largest[name] = max(found.largest.get(name, 0.0), difference)
 
 

@@ -31,6 +31,7 @@ from megatron_async_rl.report.metric_rows import Floats
 from megatron_async_rl.report.panel import COLOURS, Panel
 from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.run_data import RunData, span
+from megatron_async_rl.report.scorecard_section import scorecard_section
 from megatron_async_rl.watchdog.events import Status
 
 DETAILS = 4
@@ -109,7 +110,7 @@ def page_of(run: RunData, samples: str = "") -> Page:
     parts = {
         **head(run.run_dir.name, where, run.status),
         "NUMBERS": _numbers(run),
-        "WRONG": _wrong(run),
+        "WRONG": _wrong(run) + scorecard_section(run.run_dir),
         "SAMPLES": samples,
         "TABLES": _tables(run),
         "CONFIG": config_part(run.config),

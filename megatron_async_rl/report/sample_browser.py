@@ -103,7 +103,9 @@ class SampleBrowser:
             entries = self._entries(found.slice(query.start, AT_ONCE))
             shown = load(self._run_dir, entries)
             lost = lost_end(self._run_dir)
-        total, end = found.num_rows, query.start + len(entries)
+        total = found.num_rows
+        # The run may have removed samples that the page already shows.
+        end = min(total, query.start + len(entries))
         message = f"{end:,} of {total:,} samples" if total else "no such sample in the log"
         # Name the steps in the log, because the run removes old samples.
         if not total and (steps := self._steps(query.kind)):

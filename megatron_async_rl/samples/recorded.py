@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -22,17 +22,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from megatron_async_rl.samples.columns import NUMERIC, ROUTED
+from megatron_async_rl.samples.columns import NUMERIC, ROUTED, SCHEMA
 from megatron_async_rl.samples.frames import FOLDER, SegmentBroken, segments_in
 from megatron_async_rl.samples.rows import TrainBatch
-from megatron_async_rl.samples.segments import read_batches
+from megatron_async_rl.samples.segments import OUTCOMES, read_batches
 
 CACHED_SEGMENTS = 4
-"""Number of segments whose keys stay in memory: samples of one step are in neighbouring ones."""
+"""Number of segments whose keys and outcomes stay in memory: the rows of consecutive steps are in
+neighbouring ones."""
 CACHED_BATCHES = 32
 _OF_VERSIONS = ("evaluated", "repeated")
 """Outcomes whose `step` is not that of the next batch."""
 
+_KEY = pa.schema([SCHEMA.field(name) for name in ("id", "finished_at")])
 _Key = tuple[str, float]
 _Place = tuple[int, int]
 
@@ -51,8 +53,10 @@ class RecordedBatches:
         self._segments = segments_in(self._folder)
         if not self._segments:
             raise NotRecorded(f"{run_dir} has no log of its samples (samples.keep_mib)")
-        self._keys = OrderedDict[int, dict[_Key, _Place]]()
-        """Newest (batch, row) of each sample, by segment."""
+        self._keys = OrderedDict[int, pa.Table]()
+        """Columns id, finished_at, batch and row of the samples of a segment."""
+        self._outcomes = OrderedDict[int, pa.Table]()
+        """Outcomes with growing steps, by segment."""
         self._batches = OrderedDict[tuple[int, int], pa.RecordBatch]()
 
     @property
@@ -137,16 +141,13 @@ class RecordedBatches:
         tables: list[pa.Table] = []
         newest = self._segments[0]
         for segment in self._segments_of(step):
-            batches = [
-                _growing(batch) for _, batch in read_batches(self._folder, "outcomes", segment)
-            ]
-            found = [batch.filter(pc.equal(batch["step"], step)) for batch in batches]
-            rows = [batch for batch in found if batch.num_rows]
-            if rows:
-                tables.append(pa.Table.from_batches(rows))
+            outcomes = self._growing_outcomes(segment)
+            found = outcomes.filter(pc.equal(outcomes["step"], step))
+            if len(found):
+                tables.append(found)
                 newest = segment
             # Later segments have later steps: damage there does not concern this one.
-            if any(pc.any(pc.greater(batch["step"], step)).as_py() for batch in batches):
+            if pc.any(pc.greater(outcomes["step"], step)).as_py():
                 break
         if not tables:
             raise self._no_batch(step)
@@ -175,9 +176,8 @@ class RecordedBatches:
         where: dict[_Key, tuple[int, int, int]] = {}
         wanted = set(keys)
         for segment in reversed(self._segments[: self._segments.index(newest) + 1]):
-            known = self._keys_of(segment)
-            for key in wanted & known.keys():
-                where[key] = (segment, *known[key])
+            known = self._places_in(segment, wanted)
+            where |= {key: (segment, *place) for key, place in known.items()}
             wanted -= known.keys()
             if not wanted:
                 break
@@ -197,22 +197,43 @@ class RecordedBatches:
             order += at
         return pa.concat_tables(parts, promote_options="default").take(pa.array(np.argsort(order)))
 
-    def _keys_of(self, segment: int) -> dict[_Key, _Place]:
-        if segment not in self._keys:
-            # Later rows replace earlier ones of the same sample.
-            self._keys[segment] = {
-                key: (number, row)
-                for number, batch in read_batches(
-                    self._folder, "samples", segment, ("id", "finished_at")
-                )
-                for row, key in enumerate(
-                    zip(batch["id"].to_pylist(), batch["finished_at"].to_pylist(), strict=True)
-                )
-            }
-            if len(self._keys) > CACHED_SEGMENTS:
-                self._keys.popitem(last=False)
-        self._keys.move_to_end(segment)
-        return self._keys[segment]
+    def _places_in(self, segment: int, wanted: Collection[_Key]) -> dict[_Key, _Place]:
+        """Return the newest (batch, row) of the samples that are in a segment."""
+        keys = self._keys_of(segment)
+        # By arrow first: a dict of all samples takes seconds for a segment of short ones.
+        names = pa.array([name for name, _ in wanted], _KEY.field("id").type)
+        if not len(keys):
+            return {}
+        found = keys.filter(pc.is_in(keys["id"], names))
+        columns = [found[name].to_pylist() for name in (*_KEY.names, "batch", "row")]
+        # Later rows replace earlier ones of the same sample.
+        return {
+            (name, finished_at): (number, row)
+            for name, finished_at, number, row in zip(*columns, strict=True)
+            if (name, finished_at) in wanted
+        }
+
+    def _keys_of(self, segment: int) -> pa.Table:
+        def keys() -> pa.Table:
+            read = read_batches(self._folder, "samples", segment, _KEY.names)
+            tables = [
+                pa.Table.from_batches([batch])
+                .append_column("batch", pa.array(np.full(batch.num_rows, number)))
+                .append_column("row", pa.array(np.arange(batch.num_rows)))
+                for number, batch in read
+            ]
+            # A segment that a running run has deleted has no batches.
+            return pa.concat_tables(tables) if tables else _KEY.empty_table()
+
+        return _cached(self._keys, segment, keys)
+
+    def _growing_outcomes(self, segment: int) -> pa.Table:
+        def outcomes() -> pa.Table:
+            read = read_batches(self._folder, "outcomes", segment)
+            batches = [_growing(batch) for _, batch in read]
+            return pa.Table.from_batches(batches) if batches else OUTCOMES.empty_table()
+
+        return _cached(self._outcomes, segment, outcomes)
 
     def _batch(self, segment: int, number: int) -> pa.RecordBatch:
         key = segment, number
@@ -235,6 +256,18 @@ class RecordedBatches:
 
     def _missing(self, what: str) -> NotRecorded:
         return NotRecorded(f"{self._folder} {what}")
+
+
+def _cached(
+    cache: OrderedDict[int, pa.Table], segment: int, read: Callable[[], pa.Table]
+) -> pa.Table:
+    """Return the segment's table; keep those of the CACHED_SEGMENTS segments used last."""
+    if segment not in cache:
+        cache[segment] = read()
+        if len(cache) > CACHED_SEGMENTS:
+            cache.popitem(last=False)
+    cache.move_to_end(segment)
+    return cache[segment]
 
 
 def _growing(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -16,15 +16,18 @@ Invariants:
   bit of a word contributes only a parity to a sum, as all keys are odd, but it is in the middle of
   a word of the other sum. A digest protects against wrong, missing, stale, swapped and damaged
   bytes; it is not a signature against forged bytes;
-- besides the parts, memory holds the keys of their rows and columns. For a part that is small, cut
-  within a word or on CUDA, it also holds one piece of PIECE_BYTES, or one row if that is larger.
+- besides the parts, memory holds the keys of their rows and columns, a slot of at most PIECE_BYTES
+  for each of the last SLOTS kinds of small parts, and, for a part that is cut within a word or on
+  CUDA, one piece of PIECE_BYTES, or one row if that is larger.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +36,13 @@ WORD, HALF = 8, 4
 """Size of a piece in bytes."""
 PIECE_BYTES = 2**18
 CUDA_BYTES = 2**26
+SLOTS = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROWS, _COLUMNS = (1, 2), (3, 4)
 """Seeds of d1 and d2."""
 _known: dict[tuple[int, torch.device], Tensor] = {}
+_own = threading.local()
+"""Slots of a thread: two threads must not write to one slot."""
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -51,8 +57,25 @@ def partial_digest(part: Tensor, row: int = 0, column: int = 0) -> Tensor:
 
     part: a matrix, or whole rows of a tensor of more dimensions, in any shape.
     """
+    slot = _slot_for(part, row, column)
+    return _large(part, row, column) if slot is None else torch.stack(slot.sums(part.detach()))
+
+
+def partial_digests(parts: Iterable[tuple[Tensor, int, int]]) -> Tensor:
+    """Return the results of `partial_digest` for parts and their places, [parts, 3] on the CPU.
+    Each part is read before the next is requested."""
+    found: list[Tensor] = []
+    for part, row, column in parts:
+        slot = _slot_for(part, row, column)
+        found += _large(part, row, column).unbind() if slot is None else slot.sums(part.detach())
+    # Stacked once: a call for each small part would take as long as its digest.
+    return torch.stack(found).view(-1, 3).cpu() if found else torch.zeros(0, 3, dtype=torch.int64)
+
+
+def _large(part: Tensor, row: int, column: int) -> Tensor:
     rows, columns = matrix_shape(part.shape)
     size = part.element_size()
+    on_host = part.device.type == "cpu"
     sums = torch.zeros(3, dtype=torch.int64, device=part.device)
     sums[2] = rows * columns
     if not rows * columns:
@@ -64,7 +87,6 @@ def partial_digest(part: Tensor, row: int = 0, column: int = 0) -> Tensor:
     # Words start at the tensor's first column, wherever the part was cut.
     first, lead = divmod(column, WORD // size)
 
-    on_host = part.device.type == "cpu"
     row_bytes = bits.shape[1] * size
     in_place = on_host and rows * row_bytes > PIECE_BYTES and _lies_in_words(bits, lead)
     tall = max(1, (PIECE_BYTES if on_host else CUDA_BYTES) // (row_bytes + WORD))
@@ -82,9 +104,13 @@ def partial_digest(part: Tensor, row: int = 0, column: int = 0) -> Tensor:
 def digest_text(dtype: torch.dtype, shape: Sequence[int], sums: Sequence[int]) -> str:
     """Return a tensor's digest as text, from the sums of `partial_digest` over its parts."""
     d1, d2, elements = sums
-    kind = f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace(" ", "")
     some = "" if elements == prod(shape) else f", of {elements} of {prod(shape)} elements"
-    return f"{kind}:{d1 % 2**64:016x}{d2 % 2**64:016x}{some}"
+    return f"{_kind(dtype, tuple(shape))}:{d1 % 2**64:016x}{d2 % 2**64:016x}{some}"
+
+
+@functools.cache
+def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace(" ", "")
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -92,11 +118,52 @@ def tensor_digest(tensor: Tensor) -> str:
     return digest_text(tensor.dtype, tensor.shape, partial_digest(tensor).tolist())
 
 
-def version_digest(digests: Mapping[str, str]) -> str:
-    """Return 64 bits, as 16 hexadecimal digits, that depend on every tensor of a version. digests:
-    of `digest_text`, by name, in any order."""
-    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
-    return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
+class _Slot:
+    """Memory and keys for small parts with the same shape at the same place. Everything that does
+    not depend on their bytes is computed once: it would take longer than the sums."""
+
+    def __init__(self, dtype: torch.dtype, rows: int, columns: int, row: int, column: int) -> None:
+        first, lead = divmod(column * dtype.itemsize, WORD)
+        # A word of zeros follows each row, and one comes before the first: a word that begins half
+        # a word earlier then has no byte of another row.
+        width = -(-(lead + columns * dtype.itemsize) // WORD) + 1
+        memory = torch.zeros(1 + rows * width, dtype=torch.int64)
+        start = lead // dtype.itemsize
+        # A copy within a dtype keeps all bits.
+        self._place = memory[1:].view(rows, width).view(dtype)[:, start : start + columns]
+        self._shape = self._place.shape
+        self._elements = torch.tensor(rows * columns)
+        self._read = []
+        for which, earlier in enumerate((0, HALF)):
+            place = memory.untyped_storage()[WORD - earlier : WORD * len(memory) - earlier]
+            words = torch.empty(0, dtype=torch.int64).set_(place, 0, (rows * width,))
+            keys = _keys(_ROWS[which], row, rows, memory.device)
+            across = _keys(_COLUMNS[which], first, width, memory.device)
+            self._read.append((words, (keys[:, None] * across).flatten()))
+
+    def sums(self, part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the elements of the result of `partial_digest`."""
+        self._place.copy_(part if part.shape == self._shape else part.reshape(self._shape))
+        (words, keys), (later, later_keys) = self._read
+        return words.dot(keys), later.dot(later_keys), self._elements
+
+
+def _slot_for(part: Tensor, row: int, column: int) -> _Slot | None:
+    """Return the slot for a small part on the CPU; null for other parts."""
+    if not part.is_cpu or part.nbytes > PIECE_BYTES or part.dim() == 0:
+        return None
+    rows, columns = part.shape if part.dim() == 2 else matrix_shape(part.shape)
+    # Narrow rows would fill it with zeros between them.
+    if not 0 < rows * (columns * part.itemsize + WORD) <= 2 * PIECE_BYTES:
+        return None
+    return _slot(part.dtype, rows, columns, row, column)
+
+
+def _slot(*place: Any) -> _Slot:
+    if not hasattr(_own, "slots"):
+        _own.slots = functools.lru_cache(SLOTS)(_Slot)
+    slot: _Slot = _own.slots(*place)
+    return slot
 
 
 def _lies_in_words(bits: Tensor, lead: int) -> bool:

@@ -83,6 +83,8 @@ class WeightExporter:
         self.bridge = bridge
         self._chunks = chunks
         self._dtype = dtype
+        self._owners: dict[tuple[int, str], tuple[torch.nn.Module, str]] = {}
+        """Layer of each parameter, by chunk and name, and the parameter's name in it."""
         seen: set[str] = set()
         self.entries: list[ParameterEntry] = []
         """Every exported parameter of the model, in order."""
@@ -187,8 +189,18 @@ class WeightExporter:
 
     def shard(self, entry: ParameterEntry) -> Tensor:
         """Return this rank's shard of `entry`, which may be the live parameter."""
-        weight = plain(weight_of(self._chunks[entry.chunk], entry.local_name, self._dtype))
+        weight = plain(weight_of(*self._owner_of(entry.chunk, entry.local_name), self._dtype))
         return weight if self._dtype is None else weight.to(self._dtype)
+
+    def _owner_of(self, chunk: int, name: str) -> tuple[torch.nn.Module, str]:
+        """Return the layer that owns a parameter, and the parameter's name in the layer."""
+        found = self._owners.get((chunk, name))
+        if found is None:
+            # Layers stay for the whole run; searching for them by name takes longer than a digest.
+            path, _, own = name.rpartition(".")
+            layer = self._chunks[chunk].get_submodule(path)
+            found = self._owners[chunk, name] = layer, own
+        return found
 
     def _packed(self, entries: list[ParameterEntry]) -> Tensor:
         parameters = [self.shard(entry).reshape(-1) for entry in entries]
@@ -315,7 +327,9 @@ class WeightShards:
             elif number % len(holders) != place:
                 cuts = []
             device = bridge.layout.device
-            mine.append((entry, [(cut, cut.rows(device)) for cut in cuts if len(cut.source)]))
+            rows = [(cut, cut.rows(device)) for cut in cuts if len(cut.source)]
+            if rows:
+                mine.append((entry, rows))
         return mine
 
 

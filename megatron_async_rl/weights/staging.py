@@ -20,14 +20,14 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_async_rl.weights.digest import digest_text, matrix_shape, partial_digest
+from megatron_async_rl.weights.digest import digest_text, matrix_shape, partial_digests
 from megatron_async_rl.weights.manifest import BucketRef, Manifest, TensorEntry
 from megatron_async_rl.weights.transport import (
     BucketMemory,
@@ -80,6 +80,8 @@ class WeightDigests:
     def __init__(self, ranks: StagingRanks | None = None) -> None:
         """Collective."""
         self._ranks: StagingRanks = ranks or SingleProcess()
+        self._entries: tuple[Sequence[Sequence[TensorSpec]], list[TensorEntry]] = [], []
+        """Buckets of the last version, and their entries."""
         self.reached = self._reached()
 
     def _reached(self) -> list[bool]:
@@ -93,8 +95,10 @@ class WeightDigests:
     ) -> dict[str, str]:
         """Return the digest of every tensor by name. Arguments and errors: see `Staging.stage`.
         Collective."""
-        flat = [entry for bucket in entries_of_version(version, buckets) for entry in bucket]
-        return self._digests(version, flat, parts, lambda _: None)
+        if self._entries[0] is not buckets:
+            entries = entries_of_version(version, buckets)
+            self._entries = buckets, [entry for bucket in entries for entry in bucket]
+        return self._digests(version, self._entries[1], parts, lambda _: None)
 
     def _digests(
         self,
@@ -126,22 +130,25 @@ class WeightDigests:
         """Return [d1, d2, elements] of every tensor, over all ranks. Raises the error of `put`, and
         NotStaged if only another rank's raised one."""
         names: list[int] = []
-        digests: list[Tensor] = []
-        failure: Exception | None = None
-        for part in parts:
-            if failure is not None:
-                continue  # other ranks may still be writing their parts
-            try:
+        remaining = iter(parts)
+
+        def placed() -> Iterator[tuple[Tensor, int, int]]:
+            for part in remaining:
                 put(part)
-                digests.append(partial_digest(part.tensor, part.row, part.column))
                 names.append(number[part.name])
-            except Exception as error:  # noqa: BLE001 - raised once the other ranks know
-                failure = error
+                yield part.tensor, part.row, part.column
+
         sums = torch.zeros(len(number) + 1, 3, dtype=torch.int64)
-        if failure is not None:
+        failure: Exception | None = None
+        try:
+            digests = partial_digests(placed())
+            sums.index_add_(0, torch.tensor(names, dtype=torch.int64), digests)
+        except Exception as error:  # noqa: BLE001 - raised once the other ranks know
+            failure = error
             sums[-1] = 1
-        elif digests:
-            sums.index_add_(0, torch.tensor(names), torch.stack(digests).cpu())
+            # Other ranks may still be writing their parts, which may need this rank's.
+            for _ in remaining:
+                pass
         # One reduction carries digests and failures, so all ranks raise together or none does.
         *found, (failed, _, _) = self._ranks.summed(sums).tolist()
         if failure is not None:

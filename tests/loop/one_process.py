@@ -232,6 +232,18 @@ class OneProcess:
         tree["policy"]["optimizer"] = {"lr": 0.01}
         self._file = root / "config.yaml"
         self._file.write_text(yaml.safe_dump(tree))
+        self._replace(monkeypatch)
+
+    @classmethod
+    def rank(cls, monkeypatch: pytest.MonkeyPatch) -> OneProcess:
+        """Return the loop of one of several ranks, whose configuration names files that exist."""
+        loop = cls.__new__(cls)
+        loop.pending = []
+        loop._replace(monkeypatch)
+        return loop
+
+    def _replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace Ray, and the delays after a failure."""
         monkeypatch.setattr(batches, "join_ray", lambda *_, **__: None)
         monkeypatch.setattr(batches, "start_controller", self._start)
         monkeypatch.setattr(batches, "ray_get", self._get)

@@ -16,6 +16,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from megatron_async_rl.flow import rank0
 from megatron_async_rl.flow.buffer import read_buffer
 from megatron_async_rl.flow.errors import RewardFailed, WeightsChanged
 from megatron_async_rl.flow.rank0 import Rank0
@@ -27,8 +28,8 @@ from megatron_async_rl.samples.recorded import RecordedBatches
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.segments import load, read_entries
 from megatron_async_rl.samples.types import Sample
-from megatron_async_rl.watchdog.events import read_status
-from megatron_async_rl.weights.digest import version_digest
+from megatron_async_rl.watchdog.events import Status, read_status
+from megatron_async_rl.weights.version_digest import version_digest
 from tests.loop.one_process import Crash, Engines, LoopEngine, OneProcess, varied
 from tests.thorough import THOROUGH
 
@@ -137,11 +138,24 @@ def test_each_version_is_evaluated_once_with_its_own_weights(
     assert {version for version, _ in asked} == {0, 1, 2, 3}
 
 
-def test_evaluation_is_not_counted_as_training(loop: OneProcess) -> None:
+def test_evaluation_is_not_counted_as_training(
+    loop: OneProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phases: list[tuple[str, str, int]] = []
+    write = rank0.write_status
+
+    def written(run_dir: Path, status: Status) -> None:
+        if not phases or phases[-1][:2] != (status.phase, status.detail):
+            phases.append((status.phase, status.detail, status.step))
+        write(run_dir, status)
+
+    monkeypatch.setattr(rank0, "write_status", written)
     config = loop.config("evaluated and counted", *SYNCHRONOUS, *evaluated(loop), "eval.engines=1")
     rows = lines(loop.run(config, Engines()) / "metrics.jsonl")
     assert rows[-1]["flow/admitted"] == rows[-1]["flow/consumed"] == STEPS * 4
     assert all(row["flow/dropped_late"] == row["flow/dropped_equal"] == 0 for row in rows)
+    exporting = ("exporting", "Hugging Face checkpoint", STEPS)
+    assert phases[-2:] == [exporting, ("finished", "", STEPS)]
 
 
 PHASES = list(Phase) if THOROUGH else [Phase.explicit]

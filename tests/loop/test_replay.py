@@ -4,57 +4,34 @@ difference is named."""
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.starts import Start, read_starts
-from megatron_async_rl.launch.launcher import _prepare_directory
 from megatron_async_rl.metrics.log import digests_of_steps
 from megatron_async_rl.metrics.weight_log import tensors_of_step
+from megatron_async_rl.plan.machine import Gpu, this_machine
 from megatron_async_rl.replay import repetition
-from megatron_async_rl.replay.replay_plan import plan_replay, stretches
-from tests.loop.one_process import Crash, Engines, OneProcess
-
-ASYNCHRONOUS = ("flow.async_ratio=2", "run.steps=6", "checkpoint.every=2", "checkpoint.keep=9")
+from megatron_async_rl.replay.repetition import Comparison, compare
+from megatron_async_rl.replay.replay_plan import stretches
+from tests.loop.one_process import Crash, OneProcess
+from tests.loop.replays import ASYNCHRONOUS, repeated, replaying, run
 
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneProcess]:
-    with pytest.MonkeyPatch.context() as patch:
-        process = OneProcess(tmp_path_factory.mktemp("replays"), patch)
-
-        def launch(config: Config, *_: object) -> int:
-            run(process, config)
-            return 0
-
-        patch.setattr(repetition, "launch", launch)
+    with replaying(tmp_path_factory.mktemp("replays")) as process:
         yield process
-
-
-def run(loop: OneProcess, config: Config, crashes_at: tuple[str, int] | None = None) -> Path:
-    _prepare_directory(config)
-    return loop.run(config, Engines(), crashes_at)
-
-
-def repeated(
-    run_dir: Path, *changes: str, first: int | None = None, out: Path | None = None
-) -> tuple[int, str]:
-    """Return exit code and output of `mar replay`."""
-    written = io.StringIO()
-    plan = plan_replay(run_dir, first, None, changes)
-    code = repetition.replay(plan, out, Console(file=written, width=1000))
-    return code, written.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -246,3 +223,51 @@ def test_a_folder_without_a_run_or_without_a_log_is_refused(
     (tmp_path / "config.yaml").write_text(dump(loop.config("not started")))
     with pytest.raises(UserError, match="no log of its samples"):
         repeated(tmp_path)
+
+
+def test_a_run_on_several_machines_is_repeated_on_one_that_holds_its_ranks(
+    resumed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(resumed, run_dir)
+    lines = [one.model_copy(update={"nodes": 2, "ranks": 4}) for one in read_starts(run_dir)]
+    file = run_dir / "starts.jsonl"
+    file.write_text("".join(one.model_dump_json() + "\n" for one in lines))
+    code, shown = repeated(run_dir, first=5)
+    assert code == 0
+    assert "note: steps 5 to 6 were made on 2 machines; this one runs all ranks" in shown
+
+    gpus = replace(this_machine(), gpus=(Gpu("H100", memory=80 * 2**30),) * 2)
+    monkeypatch.setattr(repetition, "this_machine", lambda: gpus)
+    layout = ("policy.device=cuda", "policy.parallel.ranks=4")
+    message = r"4 ranks, which the run had on 2 machines(?s:.)*has 2(?s:.)*with 4 GPUs"
+    with pytest.raises(UserError, match=message):
+        repeated(run_dir, *layout, first=5)
+
+
+def test_a_supervised_run_is_repeated_from_its_data(loop: OneProcess) -> None:
+    given = ("rollout=null", "flow.group_size=1", "flow.async_ratio=0", "objective.loss=sft")
+    settings = (*given, "objective.advantage=none", "policy.lora={rank: 4, dropout: 0.3}")
+    config = loop.config("supervised", *ASYNCHRONOUS[1:], *settings)
+    with pytest.raises(Crash):
+        run(loop, config, crashes_at=("take_devices", 4))
+    run_dir = run(loop, config)
+    for first in (1, 4):
+        code, shown = repeated(run_dir, first=first)
+        assert (code, shown.splitlines()[-1]) == (
+            0,
+            "6 steps, identical bits" if first == 1 else "4 steps, identical bits",
+        )
+
+
+def test_a_loss_whose_terms_cancel_is_within_the_tolerance_of_another_layout(
+    tmp_path: Path,
+) -> None:
+    def row(loss: float, norm: float) -> dict[str, Any]:
+        return {"step": 1, "policy/loss": loss, "policy/grad_norm": norm}
+
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row(-0.0012, 1.0)) + "\n")
+    for loss, norm, expected in ((-0.0002, 1.0, (0.01, 0.0)), (1.0, 0.5, (1.0012, 0.5))):
+        found = Comparison()
+        compare(found, tmp_path, [row(loss, norm)], {})
+        assert tuple(found.largest.values()) == pytest.approx(expected)

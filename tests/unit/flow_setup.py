@@ -23,7 +23,8 @@ from tests.unit import virtual_time
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, specs
 
 PROMPTS = [Prompt(id=f"p{i}", text=str(i), token_ids=(i,)) for i in range(7)]
-OF_THE_FLEET = set(FleetSettings.__dataclass_fields__)
+# `run_dir` is the controller's, which gives the fleet its own.
+OF_THE_FLEET = set(FleetSettings.__dataclass_fields__) - {"run_dir"}
 
 
 def flow(prompts_per_step: int = 3, async_ratio: float = 1.0, **more: Any) -> FlowConfig:

@@ -2,11 +2,13 @@
 a test that would pass without testing the code is refused."""
 
 import ast
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_async_rl.rollout.rewards.code_asserts import prepared
+from megatron_async_rl.rollout.rewards.code_asserts import UnfitTest, prepared
 from megatron_async_rl.rollout.rewards.code_tests import tests_of as read_tests
 from megatron_async_rl.rollout.rewards.registry import RewardError, validate_row
 from megatron_async_rl.samples import Prompt
@@ -198,3 +200,20 @@ def test_a_test_may_contain_megabytes_of_data() -> None:
     validate_row("code", {}, {"tests": source, "entry_point": "f"})
     with pytest.raises(RewardError, match="is not Python"):
         validate_row("code", {}, {"tests": "(" * 10**5})
+
+
+def test_each_source_of_the_table_is_marked_or_refused_as_listed() -> None:
+    """The table has the marked source, or what is wrong with it and the fix."""
+    table = Path(__file__).parents[1] / "data" / "code_tests.jsonl"
+    rows = [json.loads(line) for line in table.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) > 100
+    wrong = []
+    for row in rows:
+        given = {name: row[name] for name in ("source", "entry_point") if name in row}
+        try:
+            result = {"prepared": prepared(row["source"], row.get("entry_point"))}
+        except UnfitTest as error:
+            result = {"refused": f"{error.what}; {error.fix}"}
+        if given | result != row:
+            wrong.append((row, result))
+    assert wrong == []

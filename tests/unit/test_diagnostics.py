@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from megatron_async_rl.objectives.batch import TokenBatch
 from megatron_async_rl.objectives.objective import Denominators, Objective
 from megatron_async_rl.objectives.off_policy import effective_sample_size
 from megatron_async_rl.policy.batching import build_micro_batch
+from megatron_async_rl.policy.lag0 import Lag0Table
 from megatron_async_rl.policy.step import StepTable, step_metrics
 from tests.gpu.host_syncs import unordered_sums
 from tests.train_batches import columns_of, ragged_batch, samples_in
@@ -29,10 +31,10 @@ COLUMNS = columns_of(SAMPLES, BATCH.version)
 COUNTS = [int(sample.loss_mask.sum()) for sample in SAMPLES]
 
 
-def table_of(cuts):
+def table_of(cuts, table=None):
     """The table after these micro-batches, with log-probs the behaviour's plus a shift per
     sample."""
-    table = StepTable(len(SAMPLES), CPU)
+    table = table or StepTable(len(SAMPLES), CPU)
     objective, denominators = Objective(ObjectiveConfig()), Denominators(sum(COUNTS), len(SAMPLES))
     for rows in cuts:
         micro = build_micro_batch(COLUMNS, rows, CPU)
@@ -100,6 +102,7 @@ def test_metrics_do_not_depend_on_how_the_batch_is_cut():
 def test_a_table_leaves_the_order_of_no_sum_to_the_device():
     with unordered_sums() as found:
         table_of([(3, 1), (0,)])
+        table_of([(3, 1), (0,)], Lag0Table(COLUMNS, CPU))
     assert found == []
 
 
@@ -107,6 +110,54 @@ def test_tables_of_ranks_add_up():
     halves = [tuple(range(5)), tuple(range(5, len(SAMPLES)))]
     added = table_of(halves[:1]) + table_of(halves[1:])
     assert step_metrics(added, COLUMNS) == pytest.approx(WHOLE, rel=1e-6)
+
+
+def differences(table):
+    """Complete the table of a single rank."""
+    with mock.patch.object(torch.distributed, "all_reduce"):
+        table.complete(None)
+    return table.differences()
+
+
+@pytest.mark.parametrize("size", [1, 5, len(SAMPLES)])
+def test_differences_at_lag_0_are_those_of_fresh_samples_by_depth(size):
+    table = Lag0Table(COLUMNS, CPU)
+    rows = range(len(SAMPLES))
+    table_of([tuple(rows[at : at + size]) for at in range(0, len(rows), size)], table)
+    found = differences(table)
+    sample, shift = SAMPLES[CURRENT], abs(float(SHIFTS[CURRENT]))
+    # The first response token has the whole prompt before it.
+    depths = len(sample.prompt.token_ids) + np.flatnonzero(sample.loss_mask)
+    counts = np.bincount(np.log2(depths).astype(int))
+    assert found.ids == (sample.id,)
+    assert found.tokens == tuple(counts)
+    assert found.means == pytest.approx([shift], rel=1e-4)
+    assert found.sums == pytest.approx(counts * shift, rel=1e-4)
+
+
+def test_given_and_older_responses_have_no_differences_at_lag_0():
+    older = [replace(s, versions=np.full_like(s.versions, BATCH.version - 1)) for s in SAMPLES]
+    given = [replace(sample, finish_reason="given") for sample in SAMPLES]
+    for samples in (older, given):
+        columns = columns_of(samples, BATCH.version)
+        table = Lag0Table(columns, CPU)
+        rows = tuple(range(len(SAMPLES)))
+        micro = build_micro_batch(columns, rows, CPU)
+        tokens = TokenBatch(
+            logp=torch.zeros(len(micro.sequence)),
+            logp_prox=torch.zeros(len(micro.sequence)),
+            logp_behavior=torch.ones(len(micro.sequence)),
+            advantages=torch.ones(len(micro.sequence)),
+            mask=torch.ones(len(micro.sequence)),
+            weights=torch.ones(len(micro.sequence)),
+            sequence=micro.sequence,
+            sequences=len(rows),
+            entropy=torch.zeros(len(micro.sequence)),
+        )
+        denominators = Denominators(sum(COUNTS), len(SAMPLES))
+        loss = Objective(ObjectiveConfig()).loss(tokens, denominators)
+        table.record(micro, tokens, loss, BATCH.version)
+        assert differences(table) is None
 
 
 def test_given_responses_have_no_ratios():

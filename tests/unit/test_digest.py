@@ -3,6 +3,7 @@ change."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -12,7 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_async_rl.weights import digest
-from megatron_async_rl.weights.digest import digest_text, partial_digest, tensor_digest
+from megatron_async_rl.weights.digest import (
+    digest_text,
+    partial_digest,
+    partial_digests,
+    tensor_digest,
+)
 from tests.thorough import examples
 
 BASE = torch.arange(12, dtype=torch.float32).reshape(3, 4)
@@ -139,3 +145,25 @@ def test_a_part_that_is_missing_or_there_twice_is_named(first: slice, elements: 
         sums += partial_digest(zeros[:1])
     text = digest_text(zeros.dtype, zeros.shape, sums.tolist())
     assert text.endswith(f", of {elements} of 12 elements")
+
+
+def test_parts_of_a_version_have_the_digests_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parts in memory that later parts reuse, large ones where they lie, and narrow ones."""
+    monkeypatch.setattr(digest, "PIECE_BYTES", 256)
+    parts = [
+        (torch.randn(*shape), row, column)
+        for shape in ((4, 6), (16, 8), (63, 1), (4, 6))
+        for row, column in ((0, 0), (2, 3))
+    ]
+    found = partial_digests(iter(parts))
+    monkeypatch.setattr(digest, "PIECE_BYTES", 0)
+    assert torch.equal(found, torch.stack([partial_digest(*part) for part in parts]))
+    assert partial_digests(iter(())).shape == (0, 3)
+
+
+def test_threads_do_not_write_to_the_same_memory() -> None:
+    def slot() -> object:
+        return digest._slot_for(BASE, 0, 0)
+
+    with ThreadPoolExecutor(1) as other:
+        assert slot() is slot() is not other.submit(slot).result()

@@ -18,6 +18,7 @@ from megatron_async_rl.plan.machine import GIB, Gpu, Machine
 from megatron_async_rl.policy.families import EXPECTED, FAMILIES, REFUSED, unsupported
 from megatron_async_rl.rollout.isolation.sandbox import SandboxError
 from tests.cases import looped
+from tests.stored_pages import RecordedConsole, require_page
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 LAPTOP = Machine(cores=2, memory=16 * GIB, shared_memory=2 * GIB, gpus=())
@@ -290,3 +291,92 @@ def test_a_refused_family_is_refused_with_the_reason_that_is_listed(model_type):
     assert found is not None
     assert found.key == "model_type"
     assert REFUSED[model_type] in found.supported
+
+
+def test_every_finding_is_the_one_on_its_page(monkeypatch, tmp_path):
+    """On several machines and installations."""
+    monkeypatch.setattr(doctor, "ROOT", Path("/checkout"))
+    monkeypatch.setattr(doctor, "CHECKOUT", True)
+    monkeypatch.setattr(doctor, "run", lambda source: None)
+    monkeypatch.setattr(sys, "version_info", (3, 12, 9))
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    declared = ["torch<2.14,>=2.13; extra == 'cpu'", "torch<9; extra == 'gpu'", "ray>=2"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: declared)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    gpu = Gpu("H100", 80 * GIB, capability=(9, 0))
+    hopper = replace(NODE, gpus=(gpu, gpu), transformer_engine="2.9.0")
+    edge = Machine(cores=2, memory=6 * GIB, shared_memory=GIB // 2, gpus=())
+    below = replace(edge, cores=1, memory=6 * GIB - 1, shared_memory=GIB // 2 - 1)
+    exact = {**TESTED, "torch": "2.13.0+cpu", "apex": "1"}
+    cases = {
+        "edge": (edge, exact, "none|False|built|not built|AVX512", {"avx512f", "avx512_bf16"}),
+        "below": (
+            below,
+            exact | {"torch": "2.13.5"},
+            "none|False|not built|not built|DEFAULT",
+            set(),
+        ),
+        "hopper": (hopper, exact | {"torch": "3.0"}, "13.0|True|built|built|AVX2", {"amx_tile"}),
+        "older CUDA": (hopper, {"ray": "1.0"}, "12.0|False|built|not built|AVX2", {"avx512f"}),
+        "no CUDA": (hopper, {}, "none|False|built|not built|AVX2", set()),
+    }
+    text = ""
+    for name, (machine, versions, answer, flags) in cases.items():
+        install(monkeypatch, **versions)
+        monkeypatch.setattr(
+            doctor, "_torch", lambda path, answer=answer: doctor._torch_findings(answer, path)
+        )
+        monkeypatch.setattr(doctor, "_query_output", lambda code: ("", "it failed"))
+        monkeypatch.setattr(doctor, "_cpu_flags", lambda flags=flags: flags)
+        findings = doctor.examine(machine)
+        for settings in ({}, {"fix_hints": True}, {"as_json": True}):
+            console = RecordedConsole()
+            code = doctor.show(findings, console, **settings)
+            text += f"$ {name} {settings} {code}\n{console.text}\n"
+    console = RecordedConsole()
+    fine = [doctor.Finding("a", "ok", "1", "b")]
+    text += f"{doctor.show(fine, console, fix_hints=True)}\n{console.text}"
+    require_page("doctor", text)
+
+
+def test_probes_report_the_last_line_of_their_output(monkeypatch, tmp_path):
+    assert doctor._query_output("print('a'); print('b ')") == ("b", "")
+    assert doctor._query_output("pass") == ("", "")
+    assert doctor._query_output("raise ImportError('x')") == ("", "ImportError: x")
+    assert doctor._query_output("raise SystemExit(3)") == ("", "exit code 3")
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.0)
+    assert doctor._query_output("pass") == ("", "took more than 0 s")
+
+
+def test_torch_that_cannot_be_imported_is_one_finding(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(doctor, "_query_output", lambda code: ("", "no libc10.so"))
+    (found,), cuda = doctor._torch("cpu")
+    assert (found.part, found.state, found.found, cuda) == (
+        "import torch",
+        "missing",
+        "no libc10.so",
+        None,
+    )
+    assert found.fix.startswith("pip install --force-reinstall --no-deps --index-url")
+    monkeypatch.setattr(doctor, "_query_output", lambda code: ("13.0|True|built|built|AVX2", ""))
+    findings, cuda = doctor._torch("cuda")
+    assert ([one.state for one in findings], cuda) == (["ok"] * 4, "13.0")
+
+
+def test_metadata_that_cannot_be_read_gives_no_ranges(monkeypatch):
+    for error in (importlib.metadata.PackageNotFoundError("x"), doctor.InvalidRequirement("y")):
+
+        def requires(name: str, error: Exception = error) -> list[str]:
+            raise error
+
+        monkeypatch.setattr(importlib.metadata, "requires", requires)
+        assert doctor._ranges("cpu") == {}
+
+
+def test_a_sandbox_that_cannot_be_tried_is_a_note(monkeypatch):
+    def broken(source: str) -> None:
+        raise OSError("no fork")
+
+    monkeypatch.setattr(doctor, "run", broken)
+    assert doctor._sandbox() == doctor.Finding("sandbox", "note", "not tested", "no fork")

@@ -4,19 +4,24 @@ it refuses."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import ray
 import yaml
 from rich.console import Console
 
+from megatron_async_rl import evaluate as evaluate_module
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.evaluate import EvalJob, resolve, write_responses
+from megatron_async_rl.evaluate import EvalJob, EvaluationFailed, resolve, write_responses
 from megatron_async_rl.report import progress as progress_module
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
+from megatron_async_rl.rollout import cluster
 from megatron_async_rl.samples import Prompt
 from tests.mar_command import mar
+from tests.stored_pages import RecordedConsole
 from tests.train_batches import make_sample, row
 from tests.written_run import config_tree, write_model, write_prompts
 
@@ -239,3 +244,93 @@ def test_a_result_is_shown_with_its_speed_even_if_every_reward_failed(
     ):
         assert words in shown
     assert "sampled 1 of 2" not in shown
+
+
+calls: list[Any] = []
+"""Calls of the stand-ins below, in order."""
+
+
+class StandInFleet:
+    """Records how an evaluation starts and ends its engines."""
+
+    made: ClassVar[list[StandInFleet]] = []
+
+    def __init__(self, specs: Any, start: Any, listener: Any, settings: Any) -> None:
+        self.specs, self.settings = specs, settings
+        self.requests = "requests"
+        self.closed: list[float] = []
+        StandInFleet.made.append(self)
+
+    async def started(self) -> None:
+        calls.append("engines")
+
+    async def close(self, seconds: float) -> None:
+        calls.append("closed engines")
+        self.closed.append(seconds)
+
+
+class StandInRewards:
+    def __init__(self, reward: Any, log_dir: Path) -> None:
+        calls.append(("rewards", log_dir.name))
+
+    async def start(self) -> None:
+        calls.append("started rewards")
+
+    def close(self) -> None:
+        calls.append("closed rewards")
+
+
+def test_engines_and_rewards_start_and_end_with_the_evaluation(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = resolved(run / "checkpoint", "rollout.engines=2", "run.seed=5")
+    result: list[Any] = ["the result"]
+
+    async def evaluated(
+        requests: str, held_out: Any, version: int, timeout_s: float, **given: Any
+    ) -> Any:
+        same = held_out is job.held_out
+        calls.append((requests, same, version, timeout_s, given["on_reward_error"]))
+        assert given["on_answers"].func is evaluate_module.write_responses
+        assert given["on_answers"].args == (job,)
+        assert isinstance(given["rewards"], StandInRewards)
+        if isinstance(result[0], Exception):
+            raise result[0]
+        return result[0]
+
+    monkeypatch.setattr(evaluate_module, "Fleet", StandInFleet)
+    monkeypatch.setattr(evaluate_module, "GroupRewards", StandInRewards)
+    monkeypatch.setattr(evaluate_module, "evaluate", evaluated)
+    monkeypatch.setattr(cluster, "join_ray", lambda quiet: calls.append(("ray", quiet)))
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shut down"))
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
+    expected = [
+        ("ray", True),
+        ("rewards", "eval_8.logs"),
+        *("engines", "started rewards"),
+        ("requests", True, 8, 600.0, "drop"),
+        *("closed rewards", "closed engines", "shut down"),
+    ]
+    for outcome in ("the result", RuntimeError("no engine"), KeyError("x")):
+        result[0] = outcome
+        calls.clear()
+        console = RecordedConsole()
+        if isinstance(outcome, str):
+            assert evaluate_module._sample(job, Path("model"), console) == outcome
+        else:
+            kind = EvaluationFailed if isinstance(outcome, RuntimeError) else KeyError
+            with pytest.raises(kind):
+                evaluate_module._sample(job, Path("model"), console)
+        assert calls == expected
+        assert console.text == "starting 2 engines on the CPU\n"
+    fleet = StandInFleet.made[-1]
+    assert fleet.closed == [15.0]
+    settings = fleet.settings
+    assert (settings.capacity, settings.unresponsive_s, settings.restarts_per_hour) == (256, 60, 0)
+    first, second = fleet.specs
+    assert (first.index, second.index) == (0, 1)
+    assert (first.seed, first.device, first.dtype, first.first_version) == (5, "cpu", "float32", 8)
+    assert (first.model_path, first.transport) == (Path("model"), "shared_memory")
+    assert first.evaluations == {"": job.sets[0].sampling}
+    assert first.log_dir == run / "eval_8.logs"
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0", "before Ray is imported"

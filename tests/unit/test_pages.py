@@ -34,6 +34,8 @@ from megatron_async_rl.plan.machine import described_machine
 from megatron_async_rl.rollout.environments import load_factory
 from megatron_async_rl.rollout.rewards.registry import load_reward
 from megatron_async_rl.study import check
+from megatron_async_rl.verify.scorecard import Scorecard
+from megatron_async_rl.verify.verified_run import read_records
 from tests.cases import looped
 from tests.logged_samples import logged_run
 from tests.published_models import PUBLISHED, write_config
@@ -198,6 +200,10 @@ def nothing_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check(grid, runs_of(grid, only), jobs=jobs)
         return 0
 
+    def verified(run: Path, *_: Any) -> Scorecard:
+        read_records(run)
+        return Scorecard(subject=str(run), rows=())
+
     def convert(checkpoint: Path, out: Path) -> None:
         assert list(checkpoint.glob("**/about.json"))
         write_model(out)
@@ -207,6 +213,7 @@ def nothing_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "study.study": study,
         "evaluate.run": lambda *_: None,
         "replay.repetition.replay": lambda *_: 0,
+        "verify.verified_run.verify_run": verified,
         "launch.run_lock.ask_for_engines": lambda run, count: (run / "config.yaml").stat(),
         "report.dashboard.serve": lambda runs, *_: [logged.stat() for logged in runs],
         "simulate.choose.predict_from_run": lambda *_: None,

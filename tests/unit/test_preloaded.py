@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import shlex
 import signal
 import subprocess
@@ -216,3 +217,64 @@ def test_a_run_has_the_servers_that_it_can_use(
 def test_servers_of_another_run_are_not_used() -> None:
     given = {f"{preloaded.VARIABLE}ENGINES": "/tmp/of-another"}
     assert not given.keys() & environment_of_ranks(given, "id", {}).keys()
+
+
+class Ended(Exception):
+    """Stands in for the end of this process."""
+
+
+def test_a_replaced_process_forwards_signals_and_ends_like_its_fork(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forwarded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in forwarded}
+    done: list[object] = []
+    readable: list[int] = []
+
+    class Fork:
+        pid = 4711
+        codes: list[int | None]
+
+        def fileno(self) -> int:
+            return 0
+
+        def poll(self) -> int | None:
+            if len(self.codes) == 3:
+                signal.raise_signal(signal.SIGHUP)
+            return self.codes.pop(0)
+
+    def exit_with(code: int) -> None:
+        raise Ended(code)
+
+    def selected(read: list[int], *_: object) -> None:
+        ready, _, _ = wait(read[1:], [], [], 0.0)
+        readable.append(len(ready))
+
+    fork, wait = Fork(), select.select
+    given: list[object] = []
+    monkeypatch.setattr(preloaded, "start", lambda *those: given.append(those) or fork)
+    monkeypatch.setattr(select, "select", selected)
+    monkeypatch.setattr(os, "_exit", exit_with)
+    monkeypatch.setattr(os, "kill", lambda *those: done.append(those))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        for code, ends in ((5, []), (-signal.SIGTERM, [(os.getpid(), signal.SIGTERM)])):
+            fork.codes = [None, None, code]
+            done.clear()
+            readable.clear()
+            with pytest.raises(Ended) as ended:
+                preloaded._replace("address", ["-c", "pass"])
+            assert ended.value.args == (code,)
+            assert done == [(4711, signal.SIGHUP), *ends]
+            assert readable == [1, 0], "a signal wakes the wait once"
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+            expected = signal.SIG_DFL if ends else None
+            assert expected is None or signal.getsignal(signal.SIGTERM) == expected
+        address, arguments, environment, held = given[0]  # type: ignore[misc]
+        assert (address, arguments, environment) == ("address", ["-c", "pass"], os.environ)
+        assert {0, 1, 2} <= set(held)
+        assert all(os.path.exists(f"/proc/self/fd/{number}") for number in held)
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

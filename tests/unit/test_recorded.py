@@ -3,8 +3,11 @@ and what can still be read."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -13,6 +16,7 @@ from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.flow import log_retention
 from megatron_async_rl.flow.log_retention import make_room
 from megatron_async_rl.flow.sample_log import SampleLogWriter
+from megatron_async_rl.samples import recorded as recorded_module
 from megatron_async_rl.samples.frames import (
     FOLDER,
     TABLES,
@@ -267,3 +271,28 @@ def test_experts_are_in_a_batch_only_if_the_log_has_them(tmp_path: Path) -> None
         assert recorded.has_experts() == kept
         expected = [one.routed_experts if kept else None]
         assert recorded.batch(1).samples["routed_experts"].to_pylist() == expected
+
+
+def test_consecutive_steps_read_each_segment_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: Counter[tuple[str, int]] = Counter()
+
+    def counted(
+        folder: Path, table: TableName, segment: int, *columns: Any, **wanted: Any
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        if not wanted:
+            read[table, segment] += 1
+        return read_batches(folder, table, segment, *columns, **wanted)
+
+    recorded = RecordedBatches(run_of_several_segments(tmp_path))
+    assert recorded.last_step == STARTS * STEPS_OF_A_START
+    recorded.batch(1)
+    monkeypatch.setattr(recorded_module, "read_batches", counted)
+    for step in range(1, recorded.last_step + 1):
+        assert len(recorded.batch(step).samples) == GROUP
+    assert max(read.values()) == 1
+    assert read.keys() == {(table, segment) for table in TABLES for segment in range(STARTS)} - {
+        ("outcomes", 0),
+        ("samples", 0),
+    }

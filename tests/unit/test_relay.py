@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from megatron_async_rl.watchdog.run_folder import WEIGHTS_PREFIX
-from megatron_async_rl.weights import relay
+from megatron_async_rl.weights import relay, relay_server
 from megatron_async_rl.weights.manifest import Manifest, StagedCopy
 from megatron_async_rl.weights.relay import WeightAgent
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer, requested
@@ -315,7 +316,9 @@ def test_a_server_that_is_gone_is_given_up(machines: Machines) -> None:
         machines.agent(nobody).fetch(1, manifest)
 
 
-def test_a_silent_peer_is_cut_off() -> None:
+def test_a_silent_peer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only the limit on each wait ends the connection, not the one on the proof of the key.
+    monkeypatch.setattr(relay_server._RelayTcpServer, "admission_s", math.inf)
     server = RelayServer("127.0.0.1", silence_s=0.1)
     try:
         with socket.create_connection((server.address.host, server.address.port)) as peer:

@@ -438,6 +438,17 @@ def test_resources_of_a_program_are_limited(source: str, code: int | None, lengt
     assert (ended.code, len(ended.output)) == (code, length)
 
 
+def test_only_a_program_that_used_its_cpu_time_reached_the_limit(isolation: Any) -> None:
+    limits = Limits(cpu_s=1, isolation=isolation)
+    for number in (signal.SIGKILL, signal.SIGXCPU):
+        source = f"import os\nos.kill(os.getpid(), {int(number)})"
+        assert run(source, limits=limits).code == 128 + number
+    # The case of namespaces is in the table above.
+    if isolation == "rlimits":
+        ended = run("while True: pass", limits=limits)
+        assert (ended.code, ended.timed_out) == (None, False)
+
+
 @looped("file", ["many", "deep", "long", "empty", "removed", "mapped"])
 def test_without_namespaces_all_files_together_are_limited(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -183,6 +183,7 @@ def test_the_deadlines_of_groups_that_are_gone_are_kept_no_account_of() -> None:
             harness.answer(request.id, versions=(version,))
         assert harness.scheduler.take(version) is not None
     assert len(harness.scheduler._table.due) <= 3
+    assert harness.scheduler._table._answering == {}
 
 
 def test_a_late_group_that_finishes_trains_even_if_others_are_missing() -> None:

@@ -35,6 +35,7 @@ from megatron_async_rl.simulate.rates import (
     Hardware,
     ResponseLengths,
     SimulationRates,
+    assumed,
     best_bucket,
     lengths_of,
     rates_of,
@@ -42,6 +43,7 @@ from megatron_async_rl.simulate.rates import (
 from megatron_async_rl.simulate.simulation import SimulationResult, simulate
 from tests.cases import looped
 from tests.published_models import write_config
+from tests.stored_pages import listed, require_page
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_run
 
@@ -137,10 +139,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return logs_of_a_run(tmp_path_factory.mktemp("measured"))
 
 
-def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Path:
+def logs_of_a_run(
+    folder: Path, longest: int = 40, handed_s: float = 0.0, *, uneven: bool = False
+) -> Path:
     """The logs of a run of those rates. Every other step it samples the next batch while it trains,
     which takes both sides twice as long. Responses have 4 tokens or more, below `longest`; each
-    that ends waits `handed_s` for those before it."""
+    that ends waits `handed_s` for those before it. `uneven`: no step overlaps, and steps differ in
+    the time of a token."""
     write_run(folder)
     out, chance, now = folder / "run", np.random.default_rng(0), 1e9
     (out / TIMELINE).mkdir(parents=True)
@@ -188,8 +193,8 @@ def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Pat
         if step > 1 and ready < now:  # the engine loads meanwhile
             starts += LOAD_S / 2
         span("rank 0", "waiting", now, starts, "batch")
-        ends = starts + TOKEN_S * batch
-        if step % 2:
+        ends = starts + TOKEN_S * batch * (1 + uneven * step % 5 / 10)
+        if step % 2 and not uneven:
             ready, tokens = burst(starts, 2.0)
             ends += (ready - starts) / 2
             assert ends > ready
@@ -199,7 +204,7 @@ def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Pat
         loads = now + BEGIN_S
         span("engine-0", "idle", ready, loads, "prompts")
         span("engine-0", "loading", loads, loads + LOAD_S)
-        if step % 2 == 0:
+        if step % 2 == 0 or uneven:
             span("engine-0", "idle", loads + LOAD_S, loads + LOAD_S + ASK_S, "prompts")
             ready, tokens = burst(loads + LOAD_S + ASK_S, 1.0)
         length = batch - 3 * 24
@@ -430,6 +435,97 @@ def test_the_demo_is_predicted_within_a_tenth_of_what_its_runs_measured() -> Non
         for one in found:
             shares = [*one.lags, *[0.0] * (len(measured["lags"]) - len(one.lags))]
             assert shares == pytest.approx(measured["lags"], abs=0.1)
+
+
+def test_whole_simulations_are_those_on_their_page() -> None:
+    """Every rate at once, over every order of the flow; more engines than may pause at a time."""
+    groups = ((1, 9), (30, 2), (4, 4), (17, 23))
+    lengths = ResponseLengths(groups=groups, prompts=(3, 5, 4, 9), equal=0.25)
+    every = replace(
+        RATES,
+        decode=((0.1, 0.001), (0.05, 0.02)),
+        places=3,
+        prompt_s=0.01,
+        ask_s=0.015,
+        take_s=0.07,
+        train_s=0.11,
+        train_spread=(0.8, 1.0, 1.4),
+        trainer_beside=0.7,
+        engine_beside=0.6,
+    )
+    sent = replace(every, send_s=1.3)
+    cases: dict[str, SimulationResult] = {}
+    for name, rates in (("staged", every), ("sent", sent)):
+        for flow in (
+            {"async_ratio": 0.0},
+            {"async_ratio": 0.5, "selection": "windowed", "oversample": 0.5},
+            {"async_ratio": 2.0, "late": "drop", "dynamic_sampling": True},
+            {"async_ratio": 3.0, "group_size": 3},
+        ):
+            cases[f"{name}, {flow}"] = run(rates, lengths, engines=3, **flow)
+    settings = {"prompts_per_step": PROMPTS, "group_size": SIZE, "async_ratio": 2.0}
+    rollout = RolloutConfig(
+        engines=4, sampling=SamplingConfig(max_tokens=64), reward=RewardConfig(name="math")
+    )
+    for paused in (0.0, 0.5, 1.0):
+        cases[f"{paused} of the engines may pause"] = simulate(
+            FlowConfig(**settings), rollout, sent, lengths, steps=7, seed=3, max_paused=paused
+        )
+    require_page("simulate/results", listed(cases))
+
+
+def test_whole_calibrations_are_those_on_their_page(measured: Path, tmp_path: Path) -> None:
+    uneven = logs_of_a_run(tmp_path / "uneven", uneven=True)
+    alike = logs_of_a_run(tmp_path / "alike", longest=5, handed_s=0.01)
+    runs = {"a run": ([measured], 2), "alike": ([alike], 2), "two": ([measured, uneven], 3)}
+    for cores in (None, 1, 2, 3):
+        runs[f"uneven, {cores} cores"] = ([uneven], cores)
+    text = ""
+    for name, (logs, cores) in runs.items():
+        found = calibrate(logs, cores=cores)
+        shown = vars(found) | {"lengths": None, "residual": round(found.residual, 4)}
+        text += f"{name}\n{found.as_text()}\n" + listed(shown)
+    config = load(measured.parent / "config.yaml", ["policy.parallel.ranks=2"])
+    scaled = {"for 2 ranks": found.rates_of(config), "lengths": found.lengths}
+    require_page("simulate/calibrations", text + listed(scaled))
+
+
+def test_whole_rates_of_hardware_are_those_on_their_page(recipe: Path) -> None:
+    shown: dict[str, Any] = {}
+    for overrides in (
+        [],
+        ["rollout.engines=64", "rollout.pipeline=2", "rollout.max_concurrent=16"],
+        ["policy.parallel={ranks: 32, tensor: 4, pipeline: 2, virtual_pipeline: 2, context: 2}"],
+        ["policy.recompute=selective", "objective.minibatches=4", "objective.epochs=2"],
+        ["policy.recompute=none", "weights.bucket_mib=16", "model.dtype=float32"],
+    ):
+        config = load(recipe, overrides)
+        shape, _ = read_model(config.model.path)
+        assert shape is not None
+        for carrier in ("", "shared_memory", "collective", "tree"):
+            hardware = replace(HARDWARE, carrier=carrier, gpus_per_machine=4, alike=0.7)
+            lengths = lengths_of(config, hardware, seed=1)
+            name = f"{overrides} {carrier}"
+            shown[name] = rates_of(config, shape, hardware, lengths)
+            shown[f"{name}, bucket"] = best_bucket(config, shape, hardware)
+        shown[f"{overrides}, lengths"] = (lengths.groups[:9], lengths.prompts[:2], lengths.mean)
+    for name in ("h100", "b200"):
+        shown[name] = assumed(name, ["bucket_ms=2.5", "carrier=tree", "gpus_per_machine=4"])
+        shown[f"{name} as text"] = str(shown[name])
+    fleets = ((1, 1, 1), (16, 8, 8), (16, 8, 9), (128, 8, 8), (129, 8, 8), (4096, 8, 1000))
+    shown["parts"] = {str(fleet): part_of(*fleet) for fleet in (*fleets, (100, 4, 23), (7, 900, 5))}
+    require_page("simulate/rates", listed(shown))
+
+
+def test_a_whole_search_is_the_one_on_its_page(recipe: Path, tmp_path: Path) -> None:
+    small = ["flow.prompts_per_step=16", "flow.group_size=2", "rollout.sampling.max_tokens=48"]
+    ways = [*small, "--steps", "4", "--assume", "bucket_ms=2", "--async-ratio", "0,1", "--gpus"]
+    code, output = mar(str(recipe), *ways, "32,48", "--grow", "--out", str(tmp_path))
+    assert code == 0, output
+    fixed = mar(str(recipe), *ways, "48")
+    single = mar(str(recipe), *ways[:-1])
+    text = "\n".join([output, fixed[1], single[1], (tmp_path / "scaling.json").read_text()])
+    require_page("simulate/search", text.replace(str(tmp_path), "FOLDER"))
 
 
 def test_the_page_shows_what_the_simulation_chose() -> None:

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import pickle
 import queue
 import re
 from concurrent.futures import Future
@@ -18,7 +19,14 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 import megatron_async_rl
-from megatron_async_rl.rollout.vllm import PRIVATE_NAMES, client, cpu_worker, engine_core
+from megatron_async_rl.rollout.vllm import (
+    PRIVATE_NAMES,
+    client,
+    cpu_worker,
+    engine_core,
+    receive,
+    reload,
+)
 from megatron_async_rl.rollout.vllm.loaded import Loaded
 from megatron_async_rl.weights.digest import partial_digest, tensor_digest
 from tests.cases import looped
@@ -286,3 +294,450 @@ def test_an_output_before_and_after_on_output_is_passed_on(early: bool) -> None:
         collector.put(output)
     assert received == [output]
     assert collector.get_nowait() is None
+
+
+class Steps:
+    """Stand-in for a reload, a watch or a reader that records its calls in one list."""
+
+    def __init__(self, calls: list[Any], name: str, **attributes: Any) -> None:
+        self._calls, self._name = calls, name
+        vars(self).update(attributes)
+
+    def __enter__(self) -> None:
+        self._calls.append(f"{self._name} on")
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.append(f"{self._name} off")
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self._calls.append((f"{self._name}.{method}", *arguments))
+
+        return call
+
+
+def receiver(*, lasting: bool, keeps: bool = False, **more: Any) -> tuple[Any, list[Any]]:
+    """Return a WeightReceiver at version 3 with recorded parts, and the record."""
+    calls: list[Any] = []
+    one: Any = receive.WeightReceiver.__new__(receive.WeightReceiver)
+    watch = Steps(calls, "watch", names=set(), offer=lambda name, _: watch.names.add(name))
+    vars(one).update(
+        _watch=watch,
+        _reload=Steps(calls, "reload", keeps=keeps),
+        _reader=Steps(calls, "reader", lasting=lasting),
+        _parameters=frozenset({"a", "b"}),
+        _loaded={"old"},
+        _incomplete=[],
+        _version=3,
+        _paths={"p2"},
+        _paths_before={"p1"},
+        receiver=None,
+        device=torch.device("cpu"),
+        model=SimpleNamespace(parameters=lambda: "parameters"),
+    )
+    vars(one).update(more)
+    return one, calls
+
+
+def bucket(path: str, *names: str) -> Any:
+    entries = [
+        {"name": name, "dtype": "float32", "shape": [2, 3], "offset": 0, "nbytes": 24}
+        for name in names
+    ]
+    return receive.BucketInfo(path=path, size=64, nbytes=24, entries=entries)
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_an_update_reads_its_buckets_and_keeps_those_of_two_versions(lasting: bool) -> None:
+    one, calls = receiver(lasting=lasting)
+    memory = torch.zeros(2, 3)
+    one._reader.read = lambda ref: ((entry.name, memory) for entry in ref.entries)
+
+    def load(offered: Any) -> set[str]:
+        tensors = dict(offered)
+        assert all(tensor is memory for tensor in tensors.values())
+        calls.append(("load", *tensors))
+        return set(tensors)
+
+    one._reload.load, one._reload.end = load, lambda: ["half"]
+    one.start_weight_update()
+    one.receive_weights(bucket("p3", "a", "b"))
+    one.receive_weights(bucket("p4", "c"))
+    one.finish_weight_update()
+    assert calls == [
+        *(("reload.begin",), ("watch.begin", "parameters")),
+        *("watch on", ("load", "a", "b"), "watch off"),
+        *("watch on", ("load", "c"), "watch off"),
+        *("watch on", "watch off"),
+        ("reader.keep", {"p2", "p3", "p4"} if lasting else ()),
+    ]
+    assert (one._loaded, one._incomplete) == ({"a", "b", "c"}, ["half"])
+    with pytest.raises(ValueError, match="update to version 3 has tensor a more than once"):
+        one.receive_weights(bucket("p5", "a"))
+
+
+@looped(
+    ("keeps", "lasting", "copied"),
+    [(True, True, False), (True, False, True), (False, False, False), (False, True, False)],
+)
+def test_a_tensor_is_copied_if_the_reload_outlives_its_bucket(
+    keeps: bool, lasting: bool, copied: bool
+) -> None:
+    one, _ = receiver(lasting=lasting, keeps=keeps)
+    memory = torch.ones(2, 3)
+    one._reader.read = lambda ref: [("a", memory)]
+    ((name, tensor),) = one._offered(bucket("p", "a").ref())
+    assert (name, tensor is not memory, torch.equal(tensor, memory)) == ("a", copied, True)
+
+
+def test_a_version_must_be_newer_than_the_engines() -> None:
+    one, calls = receiver(lasting=True)
+    for old in (2, 3):
+        with pytest.raises(ValueError, match=f"version {old} was refused: .*engine's version, 3$"):
+            one.accept(old)
+    one.accept(4)
+    assert one._version == 4
+    one.shutdown()
+    assert calls == [("reader.keep", ())]
+    one.receiver, one._reader = Steps(calls, "receiver"), None
+    one.shutdown()
+    assert calls[1:] == [("receiver.close",)]
+
+
+def test_a_bucket_has_its_entries_with_shapes() -> None:
+    reference = bucket("p", "a").ref()
+    assert (reference.path, reference.size, reference.nbytes) == ("p", 64, 24)
+    (entry,) = reference.entries
+    assert (entry.name, entry.shape, entry.nbytes) == ("a", (2, 3), 24)
+
+
+def test_an_update_that_left_out_a_part_of_a_fused_parameter_names_it() -> None:
+    parameters = ("l.0.qkv_proj.weight", "l.0.qkv_proj.bias", "l.0.o.weight", "norm", "qkv_proj.b")
+    fused = {"qkv_proj": ["q", "k"]}
+    received = {"l.0.q.weight", "l.0.k.weight", "l.0.k.bias", "q.b"}
+    missing = receive.missing_parameters(parameters, {"norm"}, received, fused)
+    assert missing == ["k.b", "l.0.o.weight", "l.0.q.bias"]
+
+    one, _ = receiver(lasting=True, _parameters=frozenset(f"w{n}" for n in range(10)))
+    one._loaded = {"w0"}
+    one._watch.names.update(("x", "y"))
+    expected = ", ".join(f"w{n}" for n in range(1, 9))
+    text = f"the update to version 3 had 2 tensors and left out 9: {expected}, ..."
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        one.require_complete()
+    one._loaded = {"w0", "w9"}
+    with pytest.raises(RuntimeError, match=r"left out 8: w1, w2, w3, w4, w5, w6, w7, w8$"):
+        one.require_complete()
+    one._loaded, one._incomplete = one._parameters, ["half"]
+    with pytest.raises(RuntimeError, match=r"left out 1: half$"):
+        one.require_complete()
+    one._incomplete = []
+    one.model.packed_modules_mapping = {"w1": ["part"]}
+    one._parameters = frozenset({"w1.weight"})
+    with pytest.raises(RuntimeError, match=r"left out 1: part\.weight$"):
+        one.require_complete()
+    one._watch.names.add("part.weight")
+    one.require_complete()
+
+
+def test_a_worker_accepts_a_version_before_it_changes_a_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+    worker: Any = Steps(calls, "worker", rank=1, device="cpu")
+    worker.weight_transfer_engine = Steps(calls, "engine", receiver=None, loaded=lambda: "parts")
+    load = receive.WeightLoadingWorker.load_weight_bucket
+    assert load(worker, {"b": 1}, 7, True, False) == {}
+    assert load(worker, {"b": 2}, 7, False, True) == "parts"
+    assert calls == [
+        ("engine.accept", 7),
+        ("worker.start_weight_update",),
+        ("worker.update_weights", {"b": 1}),
+        ("worker.update_weights", {"b": 2}),
+        ("worker.finish_weight_update",),
+        ("engine.require_complete",),
+    ]
+    calls.clear()
+
+    def made(rank: int, device: str) -> Steps:
+        calls.append((rank, device))
+        return Steps(calls, "receiver")
+
+    monkeypatch.setattr(receive, "Receiver", made)
+    for version in (1, 2):
+        receive.WeightLoadingWorker.receive_version(worker, pickle.dumps(version))
+    assert calls == [(1, "cpu"), ("receiver.receive", 1), ("receiver.receive", 2)]
+    monkeypatch.setattr(receive, "complete_cpu_worker", calls.append)
+    receive.WeightLoadingWorker.complete_on_cpu(worker)
+    assert calls[-1] is worker
+
+
+def test_a_receiver_starts_at_the_version_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, calls = receiver(lasting=True)
+    monkeypatch.setattr(receive, "remove_stale", lambda folder: calls.append(folder))
+    chosen = SimpleNamespace(reader=lambda: "reader")
+    monkeypatch.setattr(receive, "carrier", lambda name: calls.append(name) or chosen)
+    one.init_transfer_engine(receive.FirstVersion(version=9, transport="shared_memory"))
+    assert calls == [receive.SHARED_MEMORY, "shared_memory"]
+    assert (one._version, one._reader) == (9, "reader")
+
+
+class FakeLayer(torch.nn.Module):
+    """Linear layer or experts whose weights were packed. `packs`: states of the weights when the
+    layer was packed."""
+
+    def __init__(self, *attributes: str) -> None:
+        super().__init__()
+        self.attributes = attributes
+        self.packs: list[dict[str, list[float]]] = []
+        self.cpu_linear: Any = "old"
+        self.quant_method = SimpleNamespace(
+            process_weights_after_loading=self._pack,
+            moe_kernel=SimpleNamespace(
+                fused_experts=SimpleNamespace(
+                    process_weights_after_loading=lambda layer: self.packs.append({})
+                )
+            ),
+        )
+
+    def _pack(self, layer: Any) -> None:
+        assert layer is self
+        weights = {name: getattr(self, name) for name in self.attributes}
+        self.packs.append({name: one.flatten().tolist() for name, one in weights.items()})
+        self.cpu_linear = lambda inputs, weight, bias: (inputs, weight, bias)
+
+
+def load_rows(parameter: Any, piece: torch.Tensor, row: int | None = None) -> str:
+    """Load rows of a weight, as vLLM's loaders do."""
+    rows = slice(None) if row is None else slice(row, row + len(piece))
+    parameter.data[rows].copy_(piece)
+    return "loaded"
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replace vLLM's records of original weights by [2, 3] float32. Return the sizes of the pieces
+    that were measured."""
+    measured: list[int] = []
+
+    def original(layer: FakeLayer) -> Any:
+        weights = {}
+        for name in layer.attributes:
+            weights[name] = torch.nn.Parameter(torch.empty(2, 3, device="meta"))
+            weights[name].weight_loader = load_rows
+        return SimpleNamespace(restore_metadata=[weights])
+
+    def numel(loader: Any, bound: inspect.BoundArguments) -> tuple[int, Any]:
+        measured.append(bound.arguments["piece"].numel())
+        return measured[-1], loader(*bound.args, **bound.kwargs)
+
+    monkeypatch.setattr(reload, "get_layerwise_info", original)
+    monkeypatch.setattr(reload, "restore_layer_refs", lambda parameter, layer: parameter)
+    monkeypatch.setattr(reload, "get_numel_loaded", numel)
+    return measured
+
+
+ROWS = torch.arange(6.0).view(2, 3)
+
+
+def test_a_linear_layer_is_packed_once_its_last_piece_has_arrived(layers: list[int]) -> None:
+    layer, scratch, taken = FakeLayer("weight"), reload.Scratch(), list[Any]()
+    packed = reload.PackedLinear("l.0", layer, scratch, taken.append)
+    (weight,) = packed.weights
+    assert (weight.name, weight.full) == ("l.0.weight", True)
+    for update in (1, 2):
+        packed.await_pieces()
+        assert (layer.cpu_linear, weight.full, layer.weight.numel()) == (None, False, 0)
+        load = layer.weight.weight_loader
+        assert load(layer.weight, update * ROWS[:1], 0) == "loaded"
+        assert len(layer.packs) == update - 1
+        assert load(layer.weight, piece=update * ROWS[1:], row=1) == "loaded"
+        assert layer.packs[-1] == {"weight": (update * ROWS).flatten().tolist()}
+        assert (weight.full, layer.weight.numel(), callable(layer.cpu_linear)) == (True, 0, True)
+        with pytest.raises(RuntimeError, match=r"has more than the 6 elements of l\.0\.weight;"):
+            load(layer.weight, ROWS[:1], 0)
+    # A size is measured at the first load of a piece. The memory of the first update was reused.
+    assert (layers, taken) == ([3, 3], [])
+    assert [len(free) for free in scratch._free.values()] == [1]
+
+
+def test_a_whole_weight_is_used_without_a_copy(layers: list[int]) -> None:
+    layer, scratch, taken = FakeLayer("weight"), reload.Scratch(), list[Any]()
+    packed = reload.PackedLinear("l", layer, scratch, taken.append)
+    packed.await_pieces()
+    assert layer.weight.weight_loader(layer.weight, ROWS) is None
+    assert (len(taken), taken[0] is ROWS, layers, scratch._free) == (1, True, [], {})
+    assert layer.packs == [{"weight": ROWS.flatten().tolist()}]
+    # A tensor of another dtype or shape, and a part with the shape of the whole, are copied.
+    for piece, part in ((ROWS.half(), None), (ROWS, 0)):
+        packed.await_pieces()
+        assert layer.weight.weight_loader(layer.weight, piece, part) == "loaded"
+        assert layer.packs[-1] == {"weight": ROWS.flatten().tolist()}
+    assert (len(taken), layers) == (1, [6, 6])
+
+
+def test_experts_are_packed_once_both_weights_are_complete(layers: list[int]) -> None:
+    layer = FakeLayer("w13_weight", "w2_weight")
+    packed = reload.PackedExperts("e", layer, lambda tensor: None)
+    packed.await_pieces()
+    layer.w13_weight.weight_loader(layer.w13_weight, ROWS)
+    assert layer.packs == []
+    layer.w2_weight.weight_loader(layer.w2_weight, 2 * ROWS)
+    both = {"w13_weight": ROWS.flatten().tolist(), "w2_weight": (2 * ROWS).flatten().tolist()}
+    assert layer.packs == [both, {}]
+    assert [one.parameter.numel() for one in packed.weights] == [0, 0]
+
+
+def test_an_in_place_reload_packs_heads_and_names_incomplete_weights(layers: list[int]) -> None:
+    linear, head, lookup = FakeLayer("weight"), FakeLayer(), FakeLayer()
+    one: Any = reload.InPlaceReload.__new__(reload.InPlaceReload)
+    vars(one).update(
+        _model=SimpleNamespace(load_weights=lambda tensors: {name for name, _ in tensors}),
+        _packed=[reload.PackedLinear("l", linear, reload.Scratch(), lambda tensor: None)],
+        _heads=[head],
+        _lookups=[lookup],
+    )
+    one.begin()
+    assert one.load([("a", ROWS)]) == {"a"}
+    assert one.end() == ["l.weight"]
+    assert (head.packs, lookup.packs, linear.packs) == ([{}], [], [])
+    # An embedding is packed at its first use as a linear layer.
+    assert lookup.cpu_linear("x", "w", None) == ("x", "w", None)
+    assert lookup.cpu_linear("y", "w", None) == ("y", "w", None)
+    assert lookup.packs == [{}]
+    linear.weight.weight_loader(linear.weight, ROWS)
+    assert one.end() == []
+
+
+def test_tied_layers_are_those_with_an_earlier_layers_weight() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)), torch.nn.ReLU())
+    assert reload.tied_layers(model) == []
+    model[2].weight = model[0].weight
+    assert reload.tied_layers(model) == [model[2]]
+    model[0].weight.data = torch.empty(0)
+    assert reload.tied_layers(model) == []
+
+
+def test_a_layerwise_reload_packs_tied_layers_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    tied = FakeLayer()
+    monkeypatch.setattr(reload, "tied_layers", lambda model: [tied])
+    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
+        monkeypatch.setattr(reload, name, lambda *given, name=name: calls.append((name, *given)))
+    model: Any = SimpleNamespace(load_weights=lambda tensors: {name for name, _ in tensors})
+    one = reload.LayerwiseReload(model, "config")  # type: ignore[arg-type]
+    one.begin()
+    assert one.load([("a", ROWS)]) == {"a"}
+    assert tied.packs == []
+    assert one.end() == []
+    assert tied.packs == [{}]
+    assert calls == [
+        ("initialize_layerwise_reload", model),
+        ("finalize_layerwise_reload", model, "config"),
+    ]
+    assert (one.keeps, reload.InPlaceReload.keeps) == (True, False)
+
+
+def test_derived_parameters_receive_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    known = {id(model[0]): {"weight": None}, id(model[1]): {}}
+    monkeypatch.setattr(
+        reload,
+        "get_layerwise_info",
+        lambda layer: SimpleNamespace(restore_metadata=[known[id(layer)]]),
+    )
+    assert reload.loaded_parameters(model) == {"0.weight", "1.weight", "1.bias"}
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_an_in_place_reload_packs_only_layers_with_packed_weights(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool
+) -> None:
+    kinds = {"head": reload.ParallelLMHead, "lookup": reload.VocabParallelEmbedding}
+    layers: dict[str, Any] = {name: kind.__new__(kind) for name, kind in kinds.items()}
+    layers |= {name: object() for name in ("experts", "linear", "norm")}
+    monkeypatch.setattr(reload.current_platform, "is_cpu", lambda: on_cpu)
+    monkeypatch.setattr(reload, "are_packed_experts", lambda one: one is layers["experts"])
+    monkeypatch.setattr(reload, "keeps_only_packed", lambda one: one is layers["linear"])
+    for kind in ("PackedExperts", "PackedLinear"):
+        monkeypatch.setattr(
+            reload, kind, lambda name, layer, *more, kind=kind: (kind, name, layer, more[-1])
+        )
+    model: Any = SimpleNamespace(named_modules=layers.items)
+    one: Any = reload.InPlaceReload(model, "take")  # type: ignore[arg-type]
+    assert (one._model, one._heads, one._lookups) == (
+        model,
+        [layers["head"]] * on_cpu,
+        [layers["lookup"]] * on_cpu,
+    )
+    assert one._packed == on_cpu * [
+        ("PackedExperts", "experts", layers["experts"], "take"),
+        ("PackedLinear", "linear", layers["linear"], "take"),
+    ]
+
+
+class Packing:
+    """A layer that processes its weights in an unknown way."""
+
+    def process_weights_after_loading(self) -> None: ...
+
+
+def test_a_layer_that_may_hold_copies_prevents_a_reload_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = reload.UnquantizedLinearMethod.__new__(reload.UnquantizedLinearMethod)
+    other = type("Other", (reload.UnquantizedLinearMethod,), {})
+    unknown = other.__new__(other)
+    layer = SimpleNamespace
+    deferred = layer(quant_method=None, deferred=True)
+    monkeypatch.setattr(
+        reload, "is_deferred_attention_layer", lambda one: getattr(one, "deferred", False)
+    )
+    monkeypatch.setattr(reload, "are_packed_experts", lambda one: getattr(one, "experts", False))
+    platform = layer(device_name="XPU")
+    monkeypatch.setattr(reload, "current_platform", platform)
+
+    def obstacle(*, zen: bool = False, cpu: bool = True, cuda: bool = False, **layers: Any) -> Any:
+        vars(platform).update(is_zen_cpu=lambda: zen, is_cpu=lambda: cpu, is_cuda=lambda: cuda)
+        return reload._obstacle(layer(named_modules=lambda: layers.items()))  # type: ignore[arg-type]
+
+    everything = {
+        "linear": layer(quant_method=known),
+        "experts": layer(quant_method=unknown, experts=True),
+        "plain": layer(),
+    }
+    assert obstacle(**everything) is None
+    assert obstacle(cpu=False, cuda=True, **everything) is None
+    for given in ({"zen": True}, {"cpu": False}):
+        assert obstacle(**given) == "its kernels on XPU may hold copies of a weight"
+    names = ("is of type SimpleNamespace with Other", "is of type Packing")
+    for one, what in zip((layer(quant_method=unknown), Packing()), names, strict=True):
+        assert obstacle(x=one) == f"layer x {what}"
+    assert obstacle(**{"a.quant_method.b": Packing()}) is None
+    assert obstacle(attention=deferred) == "layer attention is of type SimpleNamespace"
+    monkeypatch.setattr(reload, "Attention", SimpleNamespace)
+    assert obstacle(attention=deferred) is None
+    assert obstacle(attention=layer(quant_method=known, deferred=True)) is not None
+
+
+def test_the_reload_of_a_model_is_in_place_if_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reload, "InPlaceReload", lambda *given: ("in place", *given))
+    monkeypatch.setattr(reload, "LayerwiseReload", lambda *given: ("layer-wise", *given))
+    cpu = [True]
+    platform = SimpleNamespace(is_cpu=lambda: cpu[0])
+    monkeypatch.setattr(reload, "current_platform", platform)
+    experts = reload.UnquantizedFusedMoEMethod.__new__(reload.UnquantizedFusedMoEMethod)
+    plain: Any = SimpleNamespace(modules=lambda: [SimpleNamespace()])
+    mixture: Any = SimpleNamespace(modules=lambda: [SimpleNamespace(quant_method=experts)])
+
+    def chosen(model: Any) -> Any:
+        return reload.reload_of(model, "config", "take")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reload, "_obstacle", lambda model: None)
+    assert chosen(mixture) == ("in place", mixture, "take")
+    monkeypatch.setattr(reload, "_obstacle", lambda model: "a reason")
+    assert chosen(plain) == ("layer-wise", plain, "config")
+    with pytest.raises(RuntimeError, match="mixture of experts on a CPU, because a reason: run"):
+        chosen(mixture)
+    cpu[0] = False
+    assert chosen(mixture) == ("layer-wise", mixture, "config")

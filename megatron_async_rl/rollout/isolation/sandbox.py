@@ -59,7 +59,9 @@ START_S = 30.0
 """Time limit for setting up the isolation. It is long, for busy machines."""
 CPU_LIMIT_CODES = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
 """Exit codes of a program that reached its limit on CPU time: the kernel then sends SIGXCPU or
-SIGKILL."""
+SIGKILL. A program that ends itself with one of these signals has used less CPU time."""
+CPU_ROUNDING_S = 0.1
+"""Maximum error of a measured CPU time, which is a sum of values that are rounded down to ticks."""
 END_S = 5.0
 """Time limit for the processes of a program to end."""
 CAP_SYS_ADMIN = 21
@@ -217,7 +219,9 @@ class Sandbox:
             code = 128 - code
         if self._too_large:
             code, timed_out = TOO_LARGE, False
-        elif timed_out or code in CPU_LIMIT_CODES:
+        elif timed_out or (
+            code in CPU_LIMIT_CODES and usage.cpu_s >= self._limits.cpu_s - CPU_ROUNDING_S
+        ):
             code = None
         maximum = self._limits.file_mib * 2**20
         output = os.pread(self._output, maximum, 0).decode(errors="replace")

@@ -1,0 +1,80 @@
+"""Speed of `mar replay`, relative to the trainer of the run that it repeats.
+
+The demo runs, and then its replay, which must end with identical bits. Seconds of the steps after
+the first five; the fastest tenth of them, because other work on the machine slows the others:
+
+    run_train_s    the run's training and publishing of a step, without waits for samples; its
+                   engines share the machine
+    replay_step_s  the replay's whole step, with the wait for its batch
+    against_run    run_train_s / replay_step_s
+    own_share      the share of the replay's step that is training and publishing: the rest waits
+                   for the log
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SKIPPED = 5
+
+
+def steps_of(run_dir: Path) -> list[dict[str, float]]:
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines][SKIPPED:]
+
+
+def fastest(rows: list[dict[str, float]], *names: str) -> float:
+    times = [sum(row[f"time/{name}"] for name in names) for row in rows]
+    return statistics.quantiles(times, n=10)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="the demo's warm start (hf)")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the run")
+    args = parser.parse_args()
+    mar = str(ROOT / ".venv/bin/mar")
+    with tempfile.TemporaryDirectory() as made:
+        run_dir = Path(made) / "run"
+        settings = [f"run.dir={run_dir}", f"model.path={args.model}", f"run.steps={args.steps}"]
+        config = str(ROOT / "examples/arithmetic_cpu.yaml")
+        subprocess.run(
+            [mar, "train", config, *settings, *args.overrides],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        began = time.monotonic()
+        done = subprocess.run(
+            [mar, "replay", str(run_dir)], check=True, capture_output=True, text=True
+        )
+        wall_s = time.monotonic() - began
+        of_run, here = steps_of(run_dir), steps_of(run_dir / "replays" / "1")
+        own = fastest(here, "train_s", "publish_s")
+        result = {
+            "cores": os.cpu_count(),
+            "result": done.stdout.splitlines()[-1],
+            "run_train_s": fastest(of_run, "train_s", "publish_s"),
+            "run_step_s": fastest(of_run, "step_s"),
+            "replay_step_s": fastest(here, "step_s"),
+            "replay_wall_s": wall_s,
+        }
+        result["against_run"] = result["run_train_s"] / result["replay_step_s"]
+        result["own_share"] = own / result["replay_step_s"]
+        rounded = {
+            name: float(f"{one:.3g}") if isinstance(one, float) else one
+            for name, one in result.items()
+        }
+    print(json.dumps(rounded))
+
+
+if __name__ == "__main__":
+    main()

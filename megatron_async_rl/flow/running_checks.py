@@ -1,0 +1,79 @@
+"""Checks of every batch during training: bookkeeping of tokens, repeated responses and parameters
+without a gradient. They cost less than 1 % of a step (benchmarks/running_checks.py).
+
+Invariants:
+- a quantity without data is left out, never 0: given responses have no engine;
+- each kind of fault is reported to the user once in a process; the metrics have every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from megatron_async_rl.flow.summary import MetricValue
+from megatron_async_rl.samples.bookkeeping import (
+    Repetitions,
+    repetitions,
+    trained_after_end,
+    without_logprob,
+)
+from megatron_async_rl.samples.rows import TrainBatch
+from megatron_async_rl.watchdog.events import note
+
+REMEDY = "; mar verify RUN lists the faults"
+
+
+class RunningChecks:
+    """Checks of the batches of one process. ends: tokens that end a response; empty if they are not
+    known. run_dir: of the run, for notes."""
+
+    def __init__(self, run_dir: Path, ends: Collection[int]) -> None:
+        self._run_dir = run_dir
+        self._ends = ends
+        self._metrics: dict[str, MetricValue] = {}
+        self._repeated: Repetitions | None = None
+        self._reported: set[str] = set()
+
+    def take(self, batch: TrainBatch) -> None:
+        """Check a batch that will be trained."""
+        self._metrics, self._repeated = {}, None
+        samples = batch.samples
+        reasons = samples.column("finish_reason")
+        if samples.num_rows == 0 or reasons[0].as_py() == "given":
+            return
+        self._repeated = repetitions(samples)
+        self._metrics = {
+            "response/without_logprob": int(without_logprob(samples).sum()),
+            "response/repeated": self._repeated.count,
+            "response/repeated_expected": self._repeated.expected,
+        }
+        if self._ends:
+            after = trained_after_end(samples, self._ends)
+            self._metrics["response/after_end"] = int(after.sum())
+
+    def report(self, step: int, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
+        """Return the metrics of the batch taken last, after notes about new kinds of faults.
+        metrics: those of its step."""
+        found = dict(self._metrics)
+        for name, text in (
+            ("response/after_end", "{} trained tokens follow the end of their response"),
+            ("response/without_logprob", "{} trained tokens have no log-prob of their engine"),
+            ("policy/without_gradient", "{} trainable parameters have had no gradient"),
+        ):
+            count = (found | dict(metrics)).get(name)
+            if isinstance(count, int | float) and count > 0:
+                self._note(name, f"step {step}: {text.format(int(count))}")
+        repeated = self._repeated
+        if repeated is not None and repeated.surprising:
+            self._note(
+                "response/repeated",
+                f"step {step}: {repeated.count} responses repeat another one of their group, where"
+                f" {repeated.expected:.2g} are expected: check the seeds",
+            )
+        return found
+
+    def _note(self, kind: str, text: str) -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
+            note(self._run_dir, text + REMEDY)

@@ -1,0 +1,89 @@
+"""`RUN/lag0.jsonl`: differences between the log-probs of trainer and engine at lag 0, for each step
+that has such tokens. `mar verify` compares them by depth, engine and version.
+
+    {"step": 12, "tokens": [0, 0, 96, 32], "sums": [0, 0, 1e-05, 4e-06],   by depth bucket
+     "ids": ["88-0", ...], "means": [1.1e-07, ...]}                        by sample
+
+Bucket i has the tokens with 2^i to 2^(i + 1) - 1 tokens before them. Written by rank 0. A resume
+moves the lines of the steps that it will repeat to lag0.cut.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from megatron_async_rl.config.durable import reading
+from megatron_async_rl.config.settings_model import Strict
+from megatron_async_rl.metrics.json_lines import GrowingFile, cut_lines, not_a_line
+
+FILE = "lag0.jsonl"
+CUT_FILE = "lag0.cut.jsonl"
+
+
+class Lag0Line(Strict):
+    """One line of the file."""
+
+    step: int
+    tokens: tuple[int, ...]
+    sums: tuple[float, ...]
+    ids: tuple[str, ...]
+    means: tuple[float, ...]
+
+
+class Lag0Log:
+    """Writer. first_step: the first step that this process will log."""
+
+    def __init__(self, run_dir: Path, first_step: int) -> None:
+        path = run_dir / FILE
+        cut_lines(path, run_dir / CUT_FILE, lambda line: int(line["step"]) < first_step)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def log(
+        self,
+        step: int,
+        tokens: Sequence[int],
+        sums: Sequence[float],
+        ids: Sequence[str],
+        means: Sequence[float],
+    ) -> None:
+        """Write the line of `step`; see policy/lag0.py for the values."""
+        # Four digits: the file has a number for each sample of a long run.
+        line = {
+            "step": step,
+            "tokens": list(tokens),
+            "sums": [_short(value) for value in sums],
+            "ids": list(ids),
+            "means": [_short(value) for value in means],
+        }
+        self._file.write(json.dumps(line) + "\n")
+        # Readers follow the file while the run continues.
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def read_lag0(run_dir: Path) -> Iterator[Lag0Line]:
+    """Yield the complete lines in order; none without the file. Raises UserError for another
+    line."""
+    path = run_dir / FILE
+    if not path.exists():
+        return
+    with reading(path):
+        for lines, _ in GrowingFile(path).blocks():
+            for place, line in lines:
+                try:
+                    yield Lag0Line.model_validate_json(line)
+                except ValidationError as error:
+                    fault = error.errors()[0]
+                    why = f"{'.'.join(map(str, fault['loc']))} {fault['msg']}".strip()
+                    where = f"{path}:{place}"
+                    raise not_a_line(where, "differences at lag 0", why) from error

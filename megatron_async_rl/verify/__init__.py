@@ -1,0 +1,1 @@
+"""`mar verify`: checks that the data that entered the optimizer is right."""

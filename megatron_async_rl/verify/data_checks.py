@@ -1,0 +1,163 @@
+"""Data: the same prompts at every start and now, and each row once per epoch.
+
+Digests cover text, columns, tokens and order of the rows, so the bound is equality. A source yields
+each of its prompts exactly once per epoch, and groups are numbered in the order in which the source
+yielded them: in an epoch of N rows, groups e N to (e + 1) N - 1 have N different prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_async_rl.config.problem import DataError, UserError, number_of
+from megatron_async_rl.data import read_training
+from megatron_async_rl.data.source import PromptSource, SupervisedSource, fitting
+from megatron_async_rl.data.tokenizer import tokenizer_of
+from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer
+from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
+from megatron_async_rl.verify.sample_block import SampleBlock
+from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
+
+UNCHANGED, USED = "data unchanged", "rows per epoch"
+UNCHANGED_BOUND = "equal digests at every start, and of the files now"
+USED_BOUND = "each row at most once per epoch"
+UNCHANGED_REMEDY = (
+    "restore the data of the first start, or continue in a new run.dir: steps before and after the"
+    " change trained on different tasks"
+)
+USED_REMEDY = (
+    "the source repeated prompts: check that a resume restored its position, and that ids of rows"
+    " are unique"
+)
+KNOWN_GROUPS = 100_000
+HUB = "hf:"
+
+
+class DataUnchanged(RunCheck):
+    """Compares the digests of the starts with each other and with the files."""
+
+    def __init__(self, records: RunRecords) -> None:
+        self._records = records
+
+    def result(self) -> Iterable[ScorecardRow]:
+        starts = [start for start in self._records.starts if start.data.get("training")]
+        if not starts:
+            why = "starts.jsonl has no digests of data: an earlier version made the run"
+            yield absent(UNCHANGED, why, UNCHANGED_BOUND, UNCHANGED_REMEDY)
+            return
+        wrong = Places()
+        first = starts[0]
+        for start in starts[1:]:
+            for what in ("training", "held_out"):
+                if _digests(start.data.get(what)) != _digests(first.data.get(what)):
+                    wrong.add(f"the start at step {start.step} had other {what} prompts")
+        count = sum(int(one["count"]) for one in starts[-1].data["training"])
+        value = f"{count:,} rows, {number_of('start', len(starts))}"
+        try:
+            now = self._now()
+        except (DataError, UserError, OSError) as error:
+            now = None
+            value += f"; the files cannot be read now ({_line(error)})"
+        if now is not None and now != _digests(starts[-1].data["training"]):
+            wrong.add("the training files differ from those of the last start")
+        if wrong:
+            value = f"{wrong.count} differences; {value}"
+        yield row(UNCHANGED, value, UNCHANGED_BOUND, not wrong, UNCHANGED_REMEDY, wrong.first)
+
+    def _now(self) -> Any:
+        """Return the digests of the training prompts as they are on the disk now; None for data on
+        the Hub, which a check does not download."""
+        config = self._records.config
+        paths = [config.data.train, *(one.path for one in config.data.sources)]
+        if any(path is not None and HUB in str(path) for path in paths):
+            return None
+        if config.supervised:
+            tokenizer = tokenizer_of(config.model.path, config.data)
+            read = read_training(config.data, tokenizer, supervised=True)
+            given = fitting(read, tokenizer, config.data.max_tokens)
+            source = SupervisedSource(
+                given.prompts,
+                tokenizer,
+                prompts_per_step=config.flow.prompts_per_step,
+                seed=config.run.seed,
+                shuffle=config.data.shuffle,
+                max_context=None,
+                parts=given.parts,
+            )
+            return _digests([one.as_json() for one in source.identities])
+        tokenizer = prompt_tokenizer(config.model.path, config)
+        read = read_training(config.data, tokenizer)
+        prompts = PromptSource(
+            read.prompts, seed=config.run.seed, shuffle=config.data.shuffle, parts=read.parts
+        )
+        return _digests([one.as_json() for one in prompts.identities])
+
+
+def _digests(data: Any) -> Any:
+    """Return the digests without the paths of the files, which may move."""
+    if isinstance(data, Mapping):
+        return {key: _digests(value) for key, value in data.items() if key != "path"}
+    return [_digests(one) for one in data] if isinstance(data, list | tuple) else data
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:120]
+
+
+class EpochUse(RunCheck):
+    """Checks that no prompt occurs twice in an epoch."""
+
+    def __init__(self, records: RunRecords) -> None:
+        self._records = records
+        training = records.starts[-1].data.get("training", []) if records.starts else []
+        self._count = int(training[0]["count"]) if len(training) == 1 else 0
+        self._parts = len(training)
+        self._groups: dict[int, int] = {}
+        """Digest of the prompt of each of the newest groups."""
+        self._epochs: dict[int, set[int]] = {}
+        self._seen = 0
+        self._newest = -1
+        self._wrong = Places()
+
+    def block(self, block: SampleBlock) -> None:
+        if not self._count:
+            return
+        groups, prompts = block.numbers("group").tolist(), block.text_column("prompt_id")
+        for group, prompt in zip(groups, prompts, strict=True):
+            digest = hash(prompt)
+            known = self._groups.get(group)
+            if known is not None:
+                if known != digest:
+                    self._wrong.add(f"group {group} has samples of two prompts, one is {prompt}")
+                continue
+            self._groups[group] = digest
+            if len(self._groups) > KNOWN_GROUPS:
+                del self._groups[next(iter(self._groups))]
+            self._seen += 1
+            self._newest = max(self._newest, group)
+            epoch = group // self._count
+            used = self._epochs.setdefault(epoch, set())
+            if digest in used:
+                self._wrong.add(f"row {prompt} occurs twice in epoch {epoch}, again as {group}")
+            used.add(digest)
+            # Groups in flight belong to two epochs at most.
+            for old in [one for one in self._epochs if one < epoch - 1]:
+                del self._epochs[old]
+
+    def result(self) -> Iterable[ScorecardRow]:
+        if not self._seen:
+            why = "no samples were read"
+            if not self._records.config.has_engines:
+                why = "a supervised run logs no samples"
+            elif self._parts > 1:
+                why = f"a mixture of {self._parts} sources, whose epochs differ"
+            elif not self._count:
+                why = "starts.jsonl has no number of rows"
+            yield absent(USED, why, USED_BOUND, USED_REMEDY)
+            return
+        epochs = (self._newest + 1) / self._count
+        value = f"{self._seen:,} groups of {self._count:,} rows, {epochs:.2g} epochs"
+        if self._wrong:
+            value = f"{self._wrong.count} repeated; {value}"
+        yield row(USED, value, USED_BOUND, not self._wrong, USED_REMEDY, self._wrong.first)

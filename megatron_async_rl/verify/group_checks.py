@@ -1,0 +1,150 @@
+"""Groups: their sizes, their rewards, and the groups that were dropped.
+
+Every trained group has flow.group_size samples, without exception. A reward that fails leaves its
+sample out of training, so more than MAX_ERRORS of the samples is a fault of the reward or the data.
+A drop selects: dropped responses that are much longer or shorter than trained ones bias what the
+policy learns. The bound applies from MIN_DROPPED of the responses on; groups of equal rewards are
+left out, because they have no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_async_rl.metrics.log import MetricRow, number
+from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
+from megatron_async_rl.verify.sample_block import EndedSample
+from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
+
+SIZES, DROPPED = "groups", "dropped groups"
+MAX_ERRORS = 0.05
+MIN_DROPPED = 0.05
+LENGTH_RATIO = 1.5
+MIN_RESPONSES = 32
+SIZE_REMEDY = (
+    "wrong sizes: a group lost samples, and its advantages have another baseline. Reward errors:"
+    " read logs/*.reward_errors.jsonl, and fix the reward or the named rows"
+)
+DROP_REMEDY = (
+    "raise flow.async_ratio or the time limits, or set flow.late: wait: dropping by length biases"
+    " the policy towards the responses that are left"
+)
+
+
+class GroupSizes(RunCheck):
+    """Counts the samples of each trained group, and the rewards that failed."""
+
+    def __init__(self, records: RunRecords) -> None:
+        self._records = records
+        self._size = records.config.flow.group_size
+        self._replays = records.config.flow.selection.name == "replay"
+        self._open: dict[tuple[int, int], int] = {}
+        self._step = 0
+        self._wrong = Places()
+        self._groups = self._trained = self._errors = self._finished = 0
+        self._equal: list[float] = [0.0, 0.0]
+        """Sum of the shares of groups with equal rewards, and number of steps."""
+
+    def measured(self, row: MetricRow) -> None:
+        share = number(row, "reward/equal_groups")
+        if share is not None:
+            self._equal[0] += share
+            self._equal[1] += 1
+
+    def ended(self, end: EndedSample) -> None:
+        self._finished += 1
+        self._errors += not end.facts.valid
+        if end.outcome != "trained" or self._replays:
+            return
+        if end.step != self._step:
+            self._close()
+            self._step = end.step
+        key = end.step, end.facts.group
+        self._open[key] = self._open.get(key, 0) + 1
+        self._trained += 1
+
+    def _close(self) -> None:
+        size = self._records.config_of(self._step).flow.group_size
+        for (step, group), count in self._open.items():
+            self._groups += 1
+            if count != size:
+                self._wrong.add(f"step {step}, group {group}: {count} samples of {size}")
+        self._open.clear()
+
+    def result(self) -> Iterable[ScorecardRow]:
+        self._close()
+        bound = f"{self._size} samples each; at most {MAX_ERRORS:.0%} reward errors"
+        if not self._finished:
+            yield absent(SIZES, "no samples were read", bound, SIZE_REMEDY)
+            return
+        errors = self._errors / self._finished
+        value = f"{self._groups:,} trained groups; {errors:.1%} reward errors"
+        if self._equal[1]:
+            value += f"; {self._equal[0] / self._equal[1]:.0%} with equal rewards"
+        if self._wrong:
+            value = f"{self._wrong.count} of another size; {value}"
+        ok = not self._wrong and errors <= MAX_ERRORS
+        details = list(self._wrong.first)
+        if errors > MAX_ERRORS:
+            details.insert(0, f"{self._errors:,} of {self._finished:,} rewards failed")
+        yield row(SIZES, value, bound, ok, SIZE_REMEDY, details)
+
+
+class DroppedGroups(RunCheck):
+    """Compares the lengths and rewards of dropped and of trained responses."""
+
+    def __init__(self, records: RunRecords) -> None:
+        self._supervised = not records.config.has_engines
+        self._dropped, self._trained, self._equal = _Mean(), _Mean(), 0
+
+    def ended(self, end: EndedSample) -> None:
+        if end.outcome == "dropped" and end.reason == "equal":
+            self._equal += 1
+        elif end.outcome == "dropped":
+            self._dropped.add(end)
+        elif end.outcome == "trained":
+            self._trained.add(end)
+
+    def result(self) -> Iterable[ScorecardRow]:
+        bound = f"lengths within a factor of {LENGTH_RATIO:g}, if {MIN_DROPPED:.0%} are dropped"
+        dropped, trained = self._dropped, self._trained
+        if self._supervised or not trained.count:
+            yield absent(DROPPED, "no samples were read", bound, DROP_REMEDY)
+            return
+        share = dropped.count / (dropped.count + trained.count)
+        value = f"{dropped.count:,} responses ({share:.1%}) dropped"
+        if self._equal:
+            value += f", and {self._equal:,} with equal rewards"
+        ok = True
+        if dropped.count:
+            ratio = dropped.length / max(trained.length, 1e-9)
+            value += (
+                f"; mean length {dropped.length:.3g} against {trained.length:.3g}, mean reward"
+                f" {dropped.reward:.3g} against {trained.reward:.3g}"
+            )
+            far = max(ratio, 1 / max(ratio, 1e-9)) > LENGTH_RATIO
+            ok = not (far and share >= MIN_DROPPED and dropped.count >= MIN_RESPONSES)
+        yield row(DROPPED, value, bound, ok, DROP_REMEDY)
+
+
+class _Mean:
+    """Mean length and reward of responses."""
+
+    def __init__(self) -> None:
+        self.count = self._tokens = self._valid = 0
+        self._rewards = 0.0
+
+    def add(self, end: EndedSample) -> None:
+        self.count += 1
+        self._tokens += end.facts.tokens
+        if end.facts.valid:
+            self._valid += 1
+            self._rewards += end.facts.reward
+
+    @property
+    def length(self) -> float:
+        return self._tokens / max(self.count, 1)
+
+    @property
+    def reward(self) -> float:
+        return self._rewards / max(self._valid, 1)

@@ -1,0 +1,82 @@
+"""Base of the checks of a run, and the records that all of them may read.
+
+    metrics.jsonl --measured--> check <--rows, ended-- sample log       check.result() --> rows
+
+Invariant: a check keeps a bounded amount of memory: it accumulates, and stores the first places of
+a fault only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow.starts import Start
+from megatron_async_rl.metrics.log import MetricRow
+from megatron_async_rl.verify.sample_block import EndedSample, SampleBlock
+from megatron_async_rl.verify.scorecard import MAX_DETAILS, ScorecardRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecords:
+    """Records of a run besides metrics and samples.
+
+    configs: the settings of each start, with the first step that it made, oldest first. digests: of
+    the weights after each step. running: a process has the run.
+    """
+
+    run_dir: Path
+    config: Config
+    configs: Sequence[tuple[int, Config]]
+    starts: Sequence[Start]
+    digests: dict[int, str] = field(default_factory=dict)
+    running: bool = False
+
+    def config_of(self, step: int) -> Config:
+        """Return the settings with which a step was made."""
+        return next(
+            (config for first, config in reversed(self.configs) if first <= step), self.config
+        )
+
+
+class RunCheck:
+    """One check. Every method may keep its default, except `result`."""
+
+    def measured(self, row: MetricRow) -> None:
+        """Accumulate one line of metrics, in order of steps."""
+
+    def block(self, block: SampleBlock) -> None:
+        """Accumulate finished training samples, in the order of the log."""
+
+    def ended(self, end: EndedSample) -> None:
+        """Accumulate an outcome of a sample."""
+
+    def result(self) -> Iterable[ScorecardRow]:
+        """Return the rows, after everything was read."""
+        raise NotImplementedError
+
+
+class Places:
+    """First places of a fault, and the number of all."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[str] = []
+
+    def add(self, text: str) -> None:
+        self.count += 1
+        if len(self.first) < MAX_DETAILS:
+            self.first.append(text)
+
+    def add_all(self, texts: Iterable[str], count: int) -> None:
+        """Add `count` places, whose first texts are `texts`."""
+        self.count += count
+        for text in texts:
+            if len(self.first) >= MAX_DETAILS:
+                break
+            self.first.append(text)
+
+    def __bool__(self) -> bool:
+        return self.count > 0

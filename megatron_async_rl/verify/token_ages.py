@@ -1,0 +1,92 @@
+"""Weight versions of sampled tokens.
+
+Engines only load newer versions, so the versions of a response never fall; a sample trains the
+version after those that sampled it, and the staleness law bounds the age of its first token by
+ceil(flow.async_ratio). All three are guarantees, and the bound is 0 violations. With
+`selection: replay` the law bounds only the entry into the store, so ages have no bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from megatron_async_rl.flow.staleness import max_lag
+from megatron_async_rl.samples.columns import flat
+from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
+from megatron_async_rl.verify.sample_block import EndedSample, SampleBlock
+from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
+
+NAME = "in-flight updates"
+REMEDY = (
+    "weights of an engine went backwards, or a sample trained that was too old: check the events of"
+    " that engine and the run's flow settings"
+)
+
+
+class TokenAges(RunCheck):
+    """Checks the order of versions along each response, and their age in training."""
+
+    def __init__(self, records: RunRecords) -> None:
+        self._records = records
+        self._replays = records.config.flow.selection.name == "replay"
+        self._wrong = Places()
+        self._samples = self._mixed = self._oldest = self._trained = 0
+
+    def block(self, block: SampleBlock) -> None:
+        self._samples += len(block)
+        versions, rows = block.versions, block.rows
+        falls = np.zeros(len(versions), dtype=bool)
+        falls[1:] = (versions[1:] < versions[:-1]) & (rows[1:] == rows[:-1])
+        changes = np.zeros(len(versions), dtype=bool)
+        changes[1:] = (versions[1:] != versions[:-1]) & (rows[1:] == rows[:-1])
+        self._mixed += len(np.unique(rows[changes]))
+        if falls.any():
+            self._note_falls(block, np.flatnonzero(falls))
+
+    def _note_falls(self, block: SampleBlock, tokens: np.ndarray) -> None:
+        starts, counts = flat(block.batch.column("segment_starts"))
+        ends = np.cumsum(counts)
+        for at in tokens:
+            sample = int(block.rows[at])
+            segments = starts[ends[sample] - counts[sample] : ends[sample]]
+            place = int(at - block.starts[sample])
+            # A further segment has a context of its own, which an older version may have sampled.
+            if place not in segments:
+                self._wrong.add(
+                    f"sample {block.ids[sample]}, token {place}: version"
+                    f" {block.versions[at]} after {block.versions[at - 1]}"
+                )
+
+    def ended(self, end: EndedSample) -> None:
+        if end.outcome != "trained" or not end.facts.trained:
+            return
+        self._trained += 1
+        version, facts = end.step - 1, end.facts
+        age = version - facts.start
+        self._oldest = max(self._oldest, age)
+        if facts.last > version:
+            self._wrong.add(
+                f"sample {facts.id} trained version {version} with tokens of version {facts.last}"
+            )
+        bound = max_lag(self._records.config_of(end.step).flow.async_ratio)
+        if age > bound and not self._replays:
+            self._wrong.add(
+                f"sample {facts.id} was {age} versions old at step {end.step}; at most {bound}"
+            )
+
+    def result(self) -> Iterable[ScorecardRow]:
+        bound = f"versions never fall; age at most {max_lag(self._records.config.flow.async_ratio)}"
+        if self._replays:
+            bound = "versions never fall"
+        if not self._samples:
+            yield absent(NAME, "no samples were read", bound, REMEDY)
+            return
+        value = (
+            f"{self._mixed:,} of {self._samples:,} responses span versions; largest age"
+            f" {self._oldest}"
+        )
+        if self._wrong:
+            value = f"{self._wrong.count} violations; {value}"
+        yield row(NAME, value, bound, not self._wrong, REMEDY, self._wrong.first)

@@ -1,0 +1,128 @@
+"""Rows of `mar verify CONFIG --numerics` on samples made by hand. tests/loop/test_numerics.py has
+the faults of whole runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async_rl.metrics.load_log import WeightLoad
+from megatron_async_rl.verify.canary_checks import (
+    FACTOR,
+    chi_squared,
+    chi_squared_tail,
+    initial_row,
+    probability_score,
+    updated_rows,
+    weights_row,
+)
+from megatron_async_rl.verify.canary_samples import CanarySamples, InitialMeasurements
+from megatron_async_rl.verify.scorecard import RowVerdict
+
+CHANCES = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
+ROUNDING = 1e-6
+
+
+def canaries(draw: np.ndarray = CHANCES, *, count: int = 400, **changes: Any) -> CanarySamples:
+    """Responses of one token of the distribution `draw`, by two engines in turn; the trainer has
+    CHANCES."""
+    drawn = np.random.default_rng(0).choice(len(CHANCES), size=count, p=draw)
+    logp = np.log(CHANCES[drawn]).astype(np.float32)
+    ones = np.ones(count, dtype=np.int64)
+    found = CanarySamples(
+        version=0,
+        digest="d0",
+        id=np.array([f"{number % 4}-{number}" for number in range(count)]),
+        engines=np.arange(count) % 2,
+        group=np.arange(count) % 4,
+        prompt_length=8 * ones,
+        length=ones,
+        response_ids=drawn.astype(np.int32),
+        versions=np.zeros(count, dtype=np.int32),
+        loss_mask=np.ones(count, dtype=np.uint8),
+        engine=logp + np.float32(ROUNDING),
+        trainer=logp,
+        sum_p_squared=np.full(count, (CHANCES**2).sum(), dtype=np.float32),
+        rounded=logp + np.float32(ROUNDING),
+        first=InitialMeasurements(
+            first_token_logprobs=np.log(np.tile(CHANCES, (4, 1))).astype(np.float32),
+            moved=np.full(4, 0.5, dtype=np.float32),
+            without_gradient=(),
+            trainable=1,
+        ),
+        known_engines=(0, 1),
+    )
+    return replace(found, **changes)
+
+
+def test_the_bound_of_log_probs_follows_the_measured_rounding() -> None:
+    sound = canaries()
+    assert initial_row(sound).verdict is RowVerdict.PASSED
+    # Beyond the roundings of a layer, and of the log-prob itself.
+    beyond = sound.trainer + np.float32(2 * FACTOR * ROUNDING)
+    assert initial_row(replace(sound, engine=beyond)).failed
+    coarser = sound.trainer + np.float32(4 * ROUNDING)
+    assert not initial_row(replace(sound, engine=beyond, rounded=coarser)).failed
+
+
+def test_one_wrong_token_or_one_that_is_not_a_number_fails() -> None:
+    for wrong in (np.float32(-9.0), np.float32("nan")):
+        samples = canaries()
+        engine = samples.engine.copy()
+        engine[7] = wrong
+        failed = initial_row(replace(samples, engine=engine))
+        assert failed.failed
+        assert [line.partition(":")[0] for line in failed.details] == ["engine 1, depth 8 to 15"]
+
+
+def test_an_engine_without_a_sample_leaves_the_row_absent() -> None:
+    found = initial_row(replace(canaries(), known_engines=(0, 1, 2)))
+    assert found.verdict is RowVerdict.ABSENT
+    assert "engine 2 sampled no response" in found.value
+
+
+def test_new_weights_that_change_no_more_than_rounding_prove_nothing() -> None:
+    first = canaries()
+    assert first.first is not None
+    still = replace(first, first=replace(first.first, moved=np.full(4, 1e-6, dtype=np.float32)))
+    verdicts = [row.verdict for row in updated_rows(still, canaries(version=1), 4, 32)]
+    assert verdicts == [RowVerdict.ABSENT] * 2
+    names = {row.name: row.verdict for row in updated_rows(first, canaries(version=1), 4, 0)}
+    assert names == {
+        "log-probs after an update": RowVerdict.PASSED,
+        "prefix cache": RowVerdict.ABSENT,
+    }
+
+
+def test_a_sharper_distribution_fails_both_statistics() -> None:
+    sharper = CHANCES**1.6 / (CHANCES**1.6).sum()
+    for draw, fair in ((CHANCES, True), (sharper, False)):
+        samples = canaries(draw, count=2000)
+        assert samples.first is not None
+        statistic, freedom = chi_squared(samples, samples.first.first_token_logprobs)
+        assert freedom == 16
+        assert (chi_squared_tail(statistic, freedom) > 1e-3) == fair
+        assert (abs(probability_score(samples)) < 3.5) == fair
+
+
+def test_the_tail_of_chi_squared_is_that_of_tables() -> None:
+    for statistic, freedom, chance in ((3.841, 1, 0.05), (18.31, 10, 0.05), (124.34, 100, 0.05)):
+        assert chi_squared_tail(statistic, freedom) == pytest.approx(chance, rel=0.06)
+    assert chi_squared_tail(0.0, 0) == 1.0
+
+
+def test_every_engine_must_have_loaded_every_version() -> None:
+    def load(engine: int, digest: str = "d0") -> WeightLoad:
+        return WeightLoad(version=0, engine=engine, digest=digest, tensors=3, time=0.0)
+
+    def details(*loads: WeightLoad) -> tuple[str, ...]:
+        return weights_row(loads, [canaries()], "", "shared_memory").details
+
+    assert details(load(0), load(1)) == ()
+    assert details(load(0)) == ("version 0: engine 1 has not loaded it",)
+    assert details(load(0), load(1, "d1")) == ("version 0: engine 1 has d1, the trainer d0",)
+    nothing = weights_row([], [], "", "shared_memory")
+    assert nothing.verdict is RowVerdict.ABSENT

@@ -1,0 +1,523 @@
+"""`mar verify RUN`: a healthy run passes, and each fault fails exactly its rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.launch.run_lock import lock_run_dir
+from megatron_async_rl.report.scorecard_section import scorecard_section
+from megatron_async_rl.samples.types import Sample
+from megatron_async_rl.verify.duplicate_responses import poisson_tail
+from megatron_async_rl.verify.group_checks import DroppedGroups
+from megatron_async_rl.verify.reward_hacks import is_part_of, questions
+from megatron_async_rl.verify.sample_block import EndedSample, SampleFacts
+from megatron_async_rl.verify.scorecard import RowVerdict, Scorecard, absent, row
+from megatron_async_rl.verify.verified_run import read_records, verify_run
+from tests.healthy_run import (
+    BLOCKS,
+    DIGITS,
+    PROBABILITIES,
+    STEPS,
+    TENSORS,
+    Alterations,
+    copied_to,
+    scheduled,
+    write_healthy_run,
+)
+from tests.mar_command import mar
+
+
+def verified(run_dir: Path) -> Scorecard:
+    return verify_run(run_dir, Console(file=open("/dev/null", "w")))
+
+
+def failing(run_dir: Path) -> set[str]:
+    return {one.name for one in verified(run_dir).failed}
+
+
+def verdict_of(card: Scorecard, name: str) -> RowVerdict:
+    return next(one.verdict for one in card.rows if one.name == name)
+
+
+def altered(**changes: Any) -> Alterations:
+    return Alterations(**{"metrics": scheduled, **changes})
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_healthy_run(tmp_path_factory.mktemp("healthy"), altered())
+
+
+@pytest.fixture
+def copied(healthy: Path, tmp_path: Path) -> Path:
+    """A copy of the healthy run, whose files a test may change."""
+    shutil.copytree(healthy, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_every_row_of_a_healthy_run_passes(healthy: Path) -> None:
+    card = verified(healthy)
+    assert [(one.name, one.value) for one in card.rows if one.verdict != RowVerdict.PASSED] == []
+    assert json.loads((healthy / "verify.json").read_text()) == card.as_json()
+
+
+# Faults
+
+
+def _colder(sample: Sample, step: int) -> Sample:
+    """Return the sample as drawn at temperature 0.7, with the engine's log-probs."""
+    cold = PROBABILITIES ** (1 / 0.7)
+    cold = cold / cold.sum()
+    draw = np.random.default_rng([step, int(sample.id.replace("-", ""))])
+    digits = draw.choice(len(cold), sample.length - 1, p=cold)
+    logprobs = np.append(np.log(cold[digits]), 0.0).astype(np.float32)
+    ids = np.array([DIGITS[digit] for digit in digits] + [0], dtype=np.int32)
+    text = "".join(str(digit) for digit in digits)
+    return replace(sample, response_ids=ids, behavior_logprobs=logprobs, text=text)
+
+
+def _after_end(sample: Sample, step: int) -> Sample:
+    """Return the sample with a trained token after its end of sequence."""
+    if step != 4:
+        return sample
+
+    def more(values: np.ndarray, value: float) -> np.ndarray:
+        return np.append(values, value).astype(values.dtype)
+
+    return replace(
+        sample,
+        response_ids=more(sample.response_ids, DIGITS[3]),
+        behavior_logprobs=more(sample.behavior_logprobs, 0.0),
+        versions=more(sample.versions, sample.versions[0]),
+        loss_mask=more(sample.loss_mask, 1),
+        text=sample.text + "3",
+    )
+
+
+def _shifted(sample: Sample, step: int) -> Sample:
+    return replace(sample, behavior_logprobs=np.roll(sample.behavior_logprobs, 1))
+
+
+def _hacked(sample: Sample, step: int) -> Sample:
+    """Return a response that copies the question, from the middle of the run on."""
+    if step <= STEPS // 2:
+        return sample
+    ids = [*sample.prompt.token_ids, 0]
+    return copied_to(sample, ids, sample.prompt.text, reward=1.0)
+
+
+def _seed_shared(samples: list[Sample], step: int) -> list[Sample]:
+    """Return a group in which engine 1 draws what engine 0 drew."""
+    return _duplicated(samples, pairs=((1, 0), (3, 2))) if step == 6 else samples
+
+
+def _repeated(samples: list[Sample], step: int) -> list[Sample]:
+    """Return a group in which each engine answers twice in the same way."""
+    return _duplicated(samples, pairs=((2, 0), (3, 1))) if step == 6 else samples
+
+
+def _duplicated(samples: list[Sample], pairs: tuple[tuple[int, int], ...]) -> list[Sample]:
+    found = list(samples)
+    for to, of in pairs:
+        one = samples[of]
+        found[to] = replace(
+            samples[to],
+            response_ids=one.response_ids,
+            behavior_logprobs=one.behavior_logprobs,
+            text=one.text,
+            reward=one.reward,
+        )
+    return found
+
+
+def _line(step: int, **values: Any) -> Callable[[dict[str, Any], int], dict[str, Any]]:
+    """Return a change of the metrics of one step: numbers are added."""
+
+    def change(line: dict[str, Any], at: int) -> dict[str, Any]:
+        line = scheduled(line, at)
+        if at == step:
+            line |= {name: line[name] + value for name, value in _keys(values).items()}
+        return line
+
+    return change
+
+
+def _keys(values: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace("__", "/"): value for name, value in values.items()}
+
+
+def _one(change: Callable[[Sample], Sample]) -> Callable[[Sample, int], Sample]:
+    """Return a change of a single sample, of step 5."""
+    return lambda sample, step: change(sample) if sample.id == "17-2" else sample
+
+
+def _token(name: str, at: int, value: float) -> Callable[[Sample], Sample]:
+    def change(sample: Sample) -> Sample:
+        values = getattr(sample, name).copy()
+        values[at] = value
+        return replace(sample, **{name: values})
+
+    return change
+
+
+def _nonfinite(line: dict[str, Any], step: int) -> dict[str, Any]:
+    return scheduled(line, step) | {"policy/nonfinite": float(min(max(step - 4, 0), 3))}
+
+
+FAULTS: dict[str, tuple[Alterations, set[str]]] = {
+    "a swapped shard in one engine": (
+        altered(load=lambda own, version, engine: "f" * 16 if (version, engine) == (5, 1) else own),
+        {"weights in engines"},
+    ),
+    "a stale prefix cache": (
+        altered(differences=lambda mean, step, _: mean * (9 if step > 9 else 1)),
+        {"log-probs by version", "log-probs over versions"},
+    ),
+    "stale key-values of long contexts": (
+        altered(depth=lambda total, bucket: total * (8 if bucket == 4 else 1)),
+        {"log-probs by depth"},
+    ),
+    "two samples with large rounding": (
+        altered(
+            differences=lambda mean, _, sample: mean * (8 if sample.id in ("0-1", "9-1") else 1)
+        ),
+        set(),
+    ),
+    "temperature on one side": (
+        altered(sample=_colder, differences=lambda *_: 0.2),
+        {"sampling distribution", "log-probs at lag 0"},
+    ),
+    "a seed that two engines share": (altered(group=_seed_shared), {"seeds of engines"}),
+    "duplicate responses of an engine": (altered(group=_repeated), {"duplicate responses"}),
+    "trained tokens after EOS": (altered(sample=_after_end), {"tokens after EOS"}),
+    "shifted log-probs": (
+        altered(sample=_shifted, differences=lambda *_: 0.7),
+        {"log-probs at lag 0"},
+    ),
+    "a token without a log-prob": (
+        altered(
+            sample=_one(_token("behavior_logprobs", 3, float("nan"))),
+        ),
+        {"behaviour log-probs"},
+    ),
+    "a mask on a sampled token": (
+        altered(
+            sample=_one(_token("loss_mask", 3, 0)),
+        ),
+        {"tokens not sampled"},
+    ),
+    "text of other rows": (
+        altered(sample=lambda sample, step: replace(sample, text=sample.text[::-1] + "7")),
+        {"text and tokens"},
+    ),
+    "a sample that is too old": (
+        altered(sample=_one(lambda sample: replace(sample, versions=sample.versions - 1))),
+        {"in-flight updates"},
+    ),
+    "a hacked reward": (
+        altered(sample=_hacked, entropy=lambda one: 0.0 if one.text == one.prompt.text else None),
+        {"rewarded responses", "reward jumps"},
+    ),
+    "one text for every question": (
+        altered(
+            sample=lambda sample, _: copied_to(sample, [5, 6, 7, 0], "345", reward=1.0),
+            entropy=lambda _: 0.0,
+        ),
+        {"rewarded responses"},
+    ),
+    "a lost sample of a group": (
+        altered(group=lambda samples, step: samples[:3] if step == 3 else samples),
+        {"groups"},
+    ),
+    "failed rewards": (
+        altered(
+            sample=lambda sample, step: (
+                replace(sample, reward_error="no number") if sample.id.endswith("-3") else sample
+            )
+        ),
+        {"groups"},
+    ),
+    "a row that is used twice": (
+        altered(prompt=lambda group: 3 if group == 20 else group),
+        {"rows per epoch"},
+    ),
+    "a parameter without gradient": (
+        altered(tensors=lambda own, step: own | {TENSORS[2]: "the same"}),
+        {"parameters that move"},
+    ),
+    "steps that are not finite": (altered(metrics=_nonfinite), {"finite gradients"}),
+    "miscounted tokens": (altered(metrics=_line(3, tokens__trained=1)), {"denominators"}),
+    "a wrong mean reward": (altered(metrics=_line(3, reward__mean=0.1)), {"denominators"}),
+    "tokens that no engine reported": (
+        altered(metrics=_line(3, tokens__generated=-60)),
+        {"generated tokens"},
+    ),
+    "reported tokens that vanished": (
+        altered(metrics=_line(3, tokens__generated=60)),
+        {"generated tokens"},
+    ),
+    "another learning rate": (altered(metrics=_line(7, policy__lr=1e-5)), {"learning rate"}),
+    "weights that a skipped step changed": (
+        altered(metrics=_line(7, policy__skipped=1.0)),
+        {"chain of weights"},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_fails_exactly_its_rows(fault: str, tmp_path: Path) -> None:
+    alterations, rows = FAULTS[fault]
+    assert failing(write_healthy_run(tmp_path, alterations)) == rows
+
+
+def test_a_fault_of_one_engine_shows_by_engine(tmp_path: Path) -> None:
+    def worse(mean: float, step: int, sample: Sample) -> float:
+        return mean * (7 if sample.engine == 2 else 1)
+
+    def three_engines(sample: Sample, step: int) -> Sample:
+        return replace(sample, engine=int(sample.id.rpartition("-")[2]) % 3)
+
+    run = write_healthy_run(tmp_path, altered(sample=three_engines, differences=worse))
+    assert failing(run) == {"log-probs by engine"}
+
+
+@pytest.mark.parametrize(
+    ("dropped", "length", "reason", "fails"),
+    [
+        (40, 30, "late", True),
+        (40, 12, "late", False),
+        (40, 30, "equal", False),
+        (4, 30, "late", False),
+    ],
+)
+def test_dropping_long_responses_fails(
+    healthy: Path, dropped: int, length: int, reason: str, fails: bool
+) -> None:
+    check = DroppedGroups(read_records(healthy))
+    numbers: dict[str, Any] = {
+        "id": "0-0",
+        "group": 0,
+        "engine": 0,
+        "finished_at": 0.0,
+        "reward": 1.0,
+        "valid": True,
+        "trained": 1,
+        "log_prob": -1.0,
+        "squares": 1.0,
+        "start": 0,
+        "last": 0,
+        "digest": 0,
+        "prompt_id": "p",
+    }
+    for _ in range(200):
+        check.ended(EndedSample(SampleFacts(tokens=10, **numbers), "trained", 1, None, 0))
+    for _ in range(dropped):
+        facts = SampleFacts(tokens=length, **numbers)
+        check.ended(EndedSample(facts, "dropped", 1, reason, None))
+    assert [one.failed for one in check.result()] == [fails]
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_found(copied: Path) -> None:
+    file = copied / "checkpoint" / f"step_{STEPS:08d}" / BLOCKS
+    content = bytearray(file.read_bytes())
+    content[150] ^= 1
+    file.write_bytes(content)
+    card = verified(copied)
+    assert {one.name for one in card.failed} == {"weights on disk"}
+    assert TENSORS[0] in card.failed[0].details[0]
+
+
+def test_a_changed_data_set_is_found(tmp_path: Path) -> None:
+    run = write_healthy_run(tmp_path, altered())
+    file = tmp_path / "train.jsonl"
+    file.write_text(file.read_text().replace('"10+1="', '"10+2="'))
+    assert failing(run) == {"data unchanged"}
+
+
+def test_an_edited_line_of_metrics_breaks_the_chain(copied: Path) -> None:
+    file = copied / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text(
+        "".join(
+            [*lines[:-1], lines[-1].replace('"policy/grad_norm": 1.0', '"policy/grad_norm": 2.0')]
+        )
+    )
+    assert failing(copied) == {"chain of weights"}
+
+
+def test_a_resume_from_other_weights_breaks_the_chain(copied: Path) -> None:
+    file = copied / "starts.jsonl"
+    again = json.loads(file.read_text()) | {"step": 8, "weights": "e" * 16}
+    file.write_text(file.read_text() + json.dumps(again) + "\n")
+    assert failing(copied) == {"chain of weights"}
+
+
+def test_the_question_of_a_prompt_is_free_of_markup() -> None:
+    chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n9 - 7 =<|im_end|>\n"
+    assert questions(chat + "<|im_start|>assistant\n") == ["9 - 7 =", "Be brief."]
+    assert questions("1+") == []
+    assert is_part_of(chat, " 9 - 7 ")
+    assert not is_part_of(chat, "9 -")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "gold", "text", "suspicious"),
+    [
+        ("Compute 9 - 7 =", "2", "9 - 7 =", True),
+        ("Compute 9 - 7 =", "2", "Compute 9 - 7 = 2", False),
+        ("Compute 9 - 7 =", "2", "The result is two.", False),
+        ("Which of A, B?", "B", "Which of A, B?", True),
+        ("Which of A, B?", "B", "B", False),
+    ],
+)
+def test_a_rewarded_copy_of_the_question_is_suspicious(
+    tmp_path: Path, prompt: str, gold: str, text: str, suspicious: bool
+) -> None:
+    def change(sample: Sample, step: int) -> Sample:
+        question = replace(sample.prompt, text=prompt, fields={"answer": gold})
+        return copied_to(replace(sample, prompt=question), [5, 6, 0], text, reward=1.0)
+
+    run = write_healthy_run(tmp_path, altered(sample=change, entropy=lambda _: 0.0))
+    assert ("rewarded responses" in failing(run)) is suspicious
+
+
+# Bad input
+
+
+def test_a_damaged_log_is_named_and_the_rest_is_checked(copied: Path) -> None:
+    file = copied / "samples" / "samples-000001.segment"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    card = verified(copied)
+    assert {one.name for one in card.failed} == {"sample log"}
+    assert file.name in card.failed[0].details[0]
+    assert verdict_of(card, "weights in engines") is RowVerdict.PASSED
+    compared = next(one.value for one in card.rows if one.name == "denominators")
+    assert compared == "8 of 12 steps compared"
+
+
+def remove_segment(run_dir: Path, number: int) -> None:
+    for file in (run_dir / "samples").glob(f"*-{number:06d}.*"):
+        file.unlink()
+
+
+def test_oldest_segments_may_be_deleted_and_the_others_are_checked(copied: Path) -> None:
+    remove_segment(copied, 0)
+    card = verified(copied)
+    assert card.failed == ()
+    assert any("before number 1" in note for note in card.notes)
+    assert verdict_of(card, "generated tokens") is RowVerdict.ABSENT
+    compared = next(one.value for one in card.rows if one.name == "denominators")
+    assert compared == "8 of 12 steps compared"
+
+
+def test_a_segment_that_was_deleted_between_others_is_a_gap(copied: Path) -> None:
+    remove_segment(copied, 1)
+    card = verified(copied)
+    assert {one.name for one in card.failed} == {"sample log"}
+    assert "outcomes 96 to 191 are missing" in " ".join(card.failed[0].details)
+
+
+def test_a_newest_segment_that_was_deleted_is_missed(copied: Path) -> None:
+    remove_segment(copied, 2)
+    assert failing(copied) == {"sample log"}
+
+
+def test_a_run_that_is_running_is_noted(copied: Path) -> None:
+    with lock_run_dir(copied):
+        assert any("is running" in note for note in verified(copied).notes)
+
+
+def test_a_deleted_log_fails_and_absent_rows_have_a_reason(copied: Path) -> None:
+    shutil.rmtree(copied / "samples")
+    card = verified(copied)
+    assert {one.name for one in card.failed} == {"sample log"}
+    assert all(one.value for one in card.rows)
+
+
+def test_a_run_of_an_earlier_version_has_absent_rows(copied: Path) -> None:
+    for name in ("loads.jsonl", "lag0.jsonl", "starts.jsonl", "weights.jsonl"):
+        (copied / name).unlink()
+    card = verified(copied)
+    assert card.failed == ()
+    missing = {one.name for one in card.rows if one.verdict is RowVerdict.ABSENT}
+    expected = {"weights in engines", "lag-0 evidence", "data unchanged", "parameters that move"}
+    assert expected <= missing
+    assert any("earlier version" in note for note in card.notes)
+
+
+@pytest.mark.parametrize("name", ["loads.jsonl", "lag0.jsonl", "weights.jsonl"])
+def test_a_damaged_record_makes_its_row_absent_and_is_named(copied: Path, name: str) -> None:
+    with open(copied / name, "a") as file:
+        file.write("no line\n")
+    card = verified(copied)
+    assert card.failed == ()
+    named = [one for one in card.rows if name in one.value]
+    assert {one.verdict for one in named} <= {RowVerdict.ABSENT, RowVerdict.PASSED}
+    assert named
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_a_directory_that_is_not_a_run_is_refused(copied: Path, name: str) -> None:
+    (copied / name).unlink()
+    with pytest.raises(UserError):
+        verified(copied)
+
+
+# Report, command and scorecard
+
+
+def test_the_report_shows_the_scorecard_with_failed_rows_first(copied: Path) -> None:
+    assert scorecard_section(copied / "samples") == ""
+    loads = copied / "loads.jsonl"
+    loads.write_text(loads.read_text().replace("0000000000000005", "<f00000000000005"))
+    verified(copied)
+    section = scorecard_section(copied)
+    assert " 1 failed, " in section
+    # Text of a run never becomes HTML.
+    assert "digest &lt;f00000000000005" in section
+    rows = section.split("<tr>")[2:]
+    assert "weights in engines" in rows[0]
+    assert "FAILED" in rows[0]
+    assert "FAILED" not in "".join(rows[1:])
+    (copied / "verify.json").write_text("{}")
+    assert "is not a scorecard" in scorecard_section(copied)
+
+
+def test_the_command_prints_the_scorecard_and_its_json(copied: Path) -> None:
+    shown = mar("verify", copied, folder=copied)
+    assert shown.returncode == 0, shown.stderr
+    assert "30 checks: 30 passed, 0 failed, 0 absent" in shown.stdout
+    loads = copied / "loads.jsonl"
+    loads.write_text(loads.read_text().replace("0000000000000005", "f000000000000005"))
+    failed = mar("verify", copied, "--json", "-", folder=copied)
+    assert failed.returncode == 1
+    assert json.loads(failed.stdout)["verdict"] == "failed"
+    assert mar("verify", copied / "samples", folder=copied).returncode == 2
+
+
+def test_an_absent_row_neither_passes_nor_fails() -> None:
+    card = Scorecard(subject="run", rows=(absent("a", "no data", "0", "fix"),))
+    assert card.exit_code == 0
+    assert card.count(RowVerdict.PASSED) == 0
+    failed = Scorecard(subject="run", rows=(*card.rows, row("b", "1", "0", False, "fix", ["x"])))
+    assert failed.exit_code == 1
+    assert failed.as_json()["rows"][1]["details"] == ["x"]
+
+
+def test_the_tail_of_a_poisson_variable_is_exact() -> None:
+    assert poisson_tail(0, 2.0) == 1.0
+    # The rest of the probabilities of 0, 1 and 2.
+    assert poisson_tail(3, 1.0) == pytest.approx(0.0803014, rel=1e-5)
+    assert poisson_tail(3, 0.01) == pytest.approx(1.654e-7, rel=1e-3)
