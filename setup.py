@@ -37,6 +37,7 @@ SHARED = [
     "share/docs/*",
     *(f"share/examples/{place}.{kind}" for place in ("*", "*/*") for kind in KINDS),
     "share/examples/arithmetic/curve.csv",
+    "share/examples/arithmetic/what_if.json",
     "share/examples/arithmetic/without_control/*",
     "share/examples/stability/results/*/*.svg",
     "share/launchers/local.sh",
@@ -90,6 +91,8 @@ setup(
             "transformer-engine-cu13>=2.11,<2.13",
             *STACK,
         ],
+        "tasks": ["reasoning-gym>=0.1.25,<0.2"],
+        "real": ["accelerate>=1.10,<2", "gguf>=0.17,<1", "reasoning-gym>=0.1.25,<0.2"],
         "trackers": ["wandb>=0.20,<1", "mlflow-skinny>=3,<4", "trackio>=0.10,<1"],
         "dev": [
             "hypothesis>=6.100,<7",

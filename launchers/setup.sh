@@ -32,7 +32,7 @@ MESSAGE
   return 1
 }
 
-key="$(cat requirements/cpu.txt requirements/dev.txt requirements/nvidia.txt setup.py | sha256sum | cut -c1-16)"
+key="$(cat requirements/cpu.txt requirements/dev.txt requirements/nvidia.txt requirements/tasks.txt setup.py | sha256sum | cut -c1-16)"
 ready="$VENV/.ready-$key" dev=(-r requirements/dev.txt)
 if [[ -z "${DEV-yes}" ]]; then
   ready+=-without-dev dev=()
@@ -53,7 +53,11 @@ others=$(grep -v '^torch==' requirements/cpu.txt)
 first=$!
 "${pip[@]}" -r <(sed -n 'n;p' <<<"$others") "${dev[@]}" &
 second=$!
-trap 'kill "$first" "$second" 2>/dev/null || true' EXIT
+# Optional: one package is compiled, and a machine may have no compiler.
+{ "${pip[@]}" -r requirements/tasks.txt ||
+  echo "setup: reasoning-gym is not installed (its package pycosat needs a C compiler); data.train: reasoning_gym:TASK needs it."; } &
+third=$!
+trap 'kill "$first" "$second" "$third" 2>/dev/null || true' EXIT
 torch="$(grep '^torch==' requirements/cpu.txt)"
 served() { # torch's CPU build, by pip's own sources or with more arguments; nothing is installed
   "${pip[@]}" --dry-run "$@" "$torch" >"$VENV/torch.log" 2>&1
@@ -72,5 +76,6 @@ MESSAGE
 fi
 wait "$first"
 wait "$second"
+wait "$third"
 "${pip[@]}" --no-build-isolation --editable .
 pwd > "$ready"

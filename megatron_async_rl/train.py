@@ -24,6 +24,7 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.trainer_rank import TrainerRank
+from megatron_async_rl.metrics.replay_record import EXPLANATION_FILE
 from megatron_async_rl.plan.fit import memory_ran_out
 from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.policy.anomaly import FILE as ANOMALIES
@@ -68,6 +69,11 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
             total_steps=config.optimizer_steps,
             seed=config.run.seed,
             anomalies=directory / ANOMALIES,
+            explained=(
+                (replay.last, directory / EXPLANATION_FILE)
+                if replay is not None and replay.explain
+                else None
+            ),
         )
         rank.memory = policy.memory
         same_dtype = config.engine_dtype == config.model.dtype

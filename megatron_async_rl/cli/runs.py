@@ -359,6 +359,18 @@ def replay(
         Path | None,
         typer.Option(metavar="FOLDER", help="Directory of the replay; default: RUN/replays/N."),
     ] = None,
+    explain: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="STEP",
+            help="Repeat up to STEP, and show which samples, tokens and parameters made its"
+            " gradient.",
+        ),
+    ] = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write a checkpoint of the last step, for `mar eval`.")
+    ] = False,
 ) -> None:
     """Repeat steps of a run on its recorded samples, with the trainer alone, and compare the
     weights bit by bit. KEY=VALUE changes settings of the trainer: a what-if analysis. Exit code 1
@@ -367,7 +379,7 @@ def replay(
     from megatron_async_rl.replay.replay_plan import plan_replay
 
     let_children_import_from_here()
-    plan = plan_replay(run.absolute(), first, steps, overrides or ())
+    plan = plan_replay(run.absolute(), first, steps, overrides or (), explain, save=save)
     raise typer.Exit(repeat(plan, out.absolute() if out is not None else None, console()))
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_async_rl.config.settings_model import OnlyJson, Strict, TextOrFile
 
 DataColumn = Annotated[str, Field(min_length=1)]
 TOOLS_COLUMN = "tools"
+TASK_PREFIX = "reasoning_gym:"
+"""Prefix of a task of reasoning-gym, which is not a path."""
 
 # A user's value for these would change the tokens that the loss is computed on.
 OWN_TEMPLATE_OPTIONS = (
@@ -39,11 +41,36 @@ class DataColumns:
     """Constant columns that are added to every row: name -> value."""
 
 
+def is_task(path: Path | None) -> TypeGuard[Path]:
+    """Return True for the name of a task of reasoning-gym, `reasoning_gym:TASK`."""
+    return path is not None and str(path).startswith(TASK_PREFIX)
+
+
+class GenerateConfig(Strict):
+    """Questions that are generated for `reasoning_gym:TASK`."""
+
+    size: PositiveInt = 1000
+    """Number of training rows. A task with fewer different questions gives fewer rows."""
+    held_out: PositiveInt = 200
+    """Number of held-out rows. Training and held-out rows have no question in common."""
+    seed: NonNegativeInt = 0
+    """Seed of the questions. The same seed, settings and version of reasoning-gym give the same
+    questions."""
+    level: NonNegativeInt | None = None
+    """Level of the task's curriculum, which sets its options; 0 is the easiest. Null: the task's
+    default options."""
+    options: Annotated[Mapping[str, Any], OnlyJson] = {}
+    """Options of the task, such as `{min_terms: 2, max_terms: 2}` of `chain_sum`; they take
+    precedence over those of `level`."""
+
+
 class FileConfig(Strict):
     """One file or folder of data, and its columns if they differ from those of `data`."""
 
     path: Path
-    """File or folder, as in data.train."""
+    """File or folder, or a task, as in data.train."""
+    generate: GenerateConfig | None = None
+    """Questions of `reasoning_gym:TASK`; null uses data.generate."""
     prompt_key: DataColumn | None = None
     """Column of the prompt; null uses data.prompt_key, unless messages_key is set here."""
     answer_key: DataColumn | None = None
@@ -66,6 +93,11 @@ class FileConfig(Strict):
                 f"prompt_key: {self.prompt_key} and messages_key: {self.messages_key} both name"
                 " the column of the prompt; keep one"
             )
+        if self.generate is not None and not is_task(self.path):
+            raise ValueError(
+                f"generate has no effect on the file {self.path}; remove it, or set path to"
+                f" {TASK_PREFIX}TASK"
+            )
         return self
 
 
@@ -80,7 +112,7 @@ class SourceConfig(FileConfig):
 
     @property
     def label(self) -> str:
-        return self.name or self.path.stem
+        return self.name or self.path.stem.removeprefix(TASK_PREFIX)
 
 
 class DataConfig(Strict):
@@ -90,9 +122,12 @@ class DataConfig(Strict):
     """Training prompts. A file of JSONL, JSON (a list), Parquet or CSV, by its extension; a folder
     of such files, or a pattern such as `data/train-*.parquet`; a file on the Hugging Face Hub,
     `hf://datasets/OWNER/NAME[@REVISION]/PATH`; or a whole split of a data set,
-    `hf://datasets/OWNER/NAME[@REVISION][#SPLIT]`, by default the split `train`. Each row has a
-    prompt and the columns that the reward reads; with `loss: sft` a response and optionally a
-    `weight`. Null: `sources`."""
+    `hf://datasets/OWNER/NAME[@REVISION][#SPLIT]`, by default the split `train`; or
+    `reasoning_gym:TASK`, whose questions are generated. Each row has a prompt and the columns that
+    the reward reads; with `loss: sft` a response and optionally a `weight`. Null: `sources`."""
+    generate: GenerateConfig | None = None
+    """Questions of `reasoning_gym:TASK` in train, eval, sources and eval.sets; null uses the
+    defaults."""
     sources: tuple[SourceConfig, ...] = ()
     """Sources of a mixture, instead of `train`."""
     eval: Path | None = None

@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megatron_async_rl.config.data import TASK_PREFIX
 from megatron_async_rl.config.errors import Origins, explain
 from megatron_async_rl.config.keys import (
     is_method,
@@ -209,7 +210,8 @@ def _holders(tree: Any, parents: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _absolute(key: str, value: Any, folder: Path) -> Any:
-    if not isinstance(value, str) or value.startswith(HUB):
+    # Names of data that is not a file.
+    if not isinstance(value, str) or value.startswith((HUB, TASK_PREFIX)):
         return value
     return str(_path(key, value, folder))
 

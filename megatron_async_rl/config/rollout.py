@@ -99,9 +99,9 @@ class RewardConfig(Strict):
     """Reward of a response."""
 
     name: str | None = None
-    """Name of the reward: `arithmetic`, `countdown`, `math`, `code`, `http`, `judge`, `environment`
-    (only the rewards of rollout.environment's turns), or `module:function`, which is called as
-    function(prompt, response) -> float. Null: `parts`."""
+    """Name of the reward: `arithmetic`, `countdown`, `math`, `code`, `http`, `judge`,
+    `reasoning_gym`, `environment` (only the rewards of rollout.environment's turns), or
+    `module:function`, which is called as function(prompt, response) -> float. Null: `parts`."""
     settings: Mapping[str, Any] = {}
     """Keyword arguments of the reward, such as `url` of `http` and `judge` (docs/rewards.md). For
     your own function these are its parameters besides prompt and response."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_async_rl.config.data import TASK_PREFIX, is_task
 from megatron_async_rl.config.losses import (
     LONG_RESPONSE,
     NATS_PER_ROOT_TOKEN,
@@ -244,8 +245,22 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
         )
 
 
+def _unused_generate(config: Config) -> Iterator[str]:
+    data = config.data
+    paths = [data.train, data.eval, *(one.path for one in data.sources)]
+    # Held-out sets use `data.generate`, too.
+    paths += [one.path for one in config.eval.sets] if config.eval is not None else []
+    if data.generate is not None and not any(map(is_task, paths)):
+        yield (
+            "data.generate has no effect on files; remove it, or set data.train to"
+            f" {TASK_PREFIX}TASK"
+        )
+
+
 def eval_conflicts(config: Config) -> Iterator[str]:
-    """Yield the reasons why the held-out sets cannot be evaluated."""
+    """Yield the reasons why the held-out sets cannot be evaluated, and settings of generated data
+    without such data."""
+    yield from _unused_generate(config)
     evaluation = config.eval
     if evaluation is None:
         return

@@ -44,6 +44,8 @@ class ReplayConfig(Strict):
     """Folder of the checkpoint to start from, `.../step_NNNNNNNN`; null for the model."""
     save: bool = False
     """Write a checkpoint of the last step."""
+    explain: bool = False
+    """Write which samples, tokens and parameters made the gradient of the last step."""
 
     @model_validator(mode="after")
     def _in_order(self) -> ReplayConfig:

@@ -30,6 +30,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import Strict
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
+from megatron_async_rl.data.generated import with_generated
 from megatron_async_rl.data.locations import (
     ENDINGS,
     NO_DATA,
@@ -119,7 +120,8 @@ def located(
     weights: bool = True,
     may_be_absent: Callable[[str, HubName], bool] = nothing_absent,
 ) -> tuple[Config, list[str]]:
-    """Return `config` with a local path for each name on a hub, and a report of one line per name.
+    """Return `config` with a local path for each name on a hub and each generated task, and a
+    report of one line per name.
 
     Files that the cache lacks are downloaded, except for a model's weights if `weights` is False. A
     name that cannot be fetched stays in the config if `may_be_absent` returns True, and its line
@@ -144,7 +146,8 @@ def located(
         notes.append(f"{key}: {name} is {local}")
         return local
 
-    return _replaced(config, "", place), notes
+    config, generated = with_generated(config)
+    return _replaced(config, "", place), [*generated, *notes]
 
 
 def _is_data(key: str) -> bool:

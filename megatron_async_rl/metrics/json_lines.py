@@ -194,3 +194,12 @@ class GrowingFile:
 def not_a_line(where: str, noun: str, why: object) -> UserError:
     """Return the error for an invalid line at `where`, which should be a `noun`."""
     return UserError.of(where, f"is not {noun}: {why}", "remove that line")
+
+
+def file_stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return (inode, size, modification time) of a file; None if it is missing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -22,10 +22,13 @@ from typing import Any
 
 import typer
 
+from megatron_async_rl.config.data import TASK_PREFIX, GenerateConfig, is_task
 from megatron_async_rl.config.problem import DataError, Problem, UserError
 from megatron_async_rl.data.files import read_rows
+from megatron_async_rl.data.generated import task_file
 from megatron_async_rl.data.hub import fetch, parse
 from megatron_async_rl.data.row_columns import SYNONYMS
+from megatron_async_rl.data.task_entries import PACKAGE
 from megatron_async_rl.plan.machine import GIB, this_machine
 from megatron_async_rl.plan.new_config import STYLES, InitAnswers, InitColumns
 from megatron_async_rl.plan.reward_choice import SETTING, RewardChoice, names_of
@@ -230,7 +233,8 @@ class Interview:
 
     def _data(self) -> None:
         question = (
-            "Data: a file of prompts (JSONL, JSON, Parquet, CSV), or hf://datasets/OWNER/NAME"
+            "Data: a file of prompts (JSONL, JSON, Parquet, CSV), hf://datasets/OWNER/NAME, or"
+            f" {TASK_PREFIX}TASK"
         )
         self._resolve("data", question, None, self._read_columns)
 
@@ -268,7 +272,9 @@ class Interview:
             "Held-out data: a file, hf://datasets/OWNER/NAME#SPLIT, a share to split off, or"
             f" {NONE}"
         )
-        self._resolve("eval", question, SPLIT, self._held_out)
+        # A task has held-out questions of its own.
+        data = self._values["data"]
+        self._resolve("eval", question, data if is_task(Path(data)) else SPLIT, self._held_out)
 
     def _held_out(self, text: str) -> str | float | None:
         """Return a path, the share of the data to split off, or None for no held-out data."""
@@ -279,6 +285,10 @@ class Interview:
             if not 0 < float(share[1]) < 100:
                 fix = f"write a share between 0 and 100 %, such as {SPLIT}"
                 raise UserError.of("--eval", f"{text} leaves one side without rows", fix)
+            data = self._values["data"]
+            if is_task(Path(data)):
+                what = f"{data} is not a file that can be split"
+                raise UserError.of("--eval", what, f"write {data} for its held-out questions")
             return float(share[1]) / 100
         columns = columns_of("--eval", "data.eval", text)
         # data.prompt_key also applies to held-out data.
@@ -287,10 +297,11 @@ class Interview:
 
     def _reward(self) -> None:
         question = (
-            "Reward: math, code, arithmetic, countdown, judge, http or module:function; or an"
-            " environment: tools, agent, verifiers, openenv or module:Class"
+            "Reward: math, code, arithmetic, countdown, reasoning_gym, judge, http or"
+            " module:function; or an environment: tools, agent, verifiers, openenv or module:Class"
         )
-        self._resolve("reward", question, "math", self._choose_reward)
+        default = PACKAGE if is_task(Path(self._values["data"])) else "math"
+        self._resolve("reward", question, default, self._choose_reward)
 
     def _choose_reward(self, text: str) -> RewardChoice:
         try:
@@ -368,8 +379,7 @@ def columns_of(option: str, key: str, text: str) -> list[str]:
     """Return the columns in the first rows of a file or of a data set on a hub. `option` and `key`
     name it in errors; `key`, a config key, also selects the split on a hub. Raises UserError."""
     try:
-        name = parse(Path(text))
-        place = fetch(key, name) if name is not None else Path(text).expanduser()
+        place = _local(key, Path(text))
         # A dict for unique columns in their order; rows may have different columns.
         columns = {one: None for _, _, row in islice(read_rows(place), ROWS) for one in row}
     except DataError as error:
@@ -378,6 +388,15 @@ def columns_of(option: str, key: str, text: str) -> list[str]:
     if not columns:
         raise UserError.of(option, f"{text} has no rows", "name a file of prompts")
     return list(columns)
+
+
+def _local(key: str, path: Path) -> Path:
+    """Return a file with the first rows of the data that `path` names."""
+    if is_task(path):
+        # A few questions have the columns of all; the run generates as many as it needs.
+        return task_file(key, path, GenerateConfig(size=1, held_out=1))
+    name = parse(path)
+    return fetch(key, name) if name is not None else path.expanduser()
 
 
 def _require_column(option: str, column: str, columns: Sequence[str], of: str = "the data") -> None:

@@ -38,6 +38,10 @@ REWARDS = {
     "code": Choice(comment="runs the tests in the column `tests` in a sandbox"),
     "arithmetic": Choice(comment="the response must be the column `answer`, without other text"),
     "countdown": Choice(comment="reads the columns `numbers` and `target`"),
+    "reasoning_gym": Choice(
+        comment="the scorer of the task in `data`; tag: answer reads only the text in"
+        " <answer>...</answer>"
+    ),
     "judge": Choice(
         settings={"url": "http://localhost:8001/v1", "model": "Qwen/Qwen3-8B"},
         comment="url: an OpenAI-compatible endpoint with the judge; model: its name there;"

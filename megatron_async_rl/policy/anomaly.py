@@ -14,14 +14,9 @@ for the cause, and the end of a run because of them.
 A gradient is the sum of its samples' gradients, so one of two halves of a batch has at least half
 its length. The search halves the longer half again while this holds. It finds a single culprit
 after the halvings that lead to one sample, about two passes over the batch in all; if many samples
-make the gradient together, it ends with a larger part. The search is exact with every layout, since
-each part's gradient is computed like the step's own: same micro-batches, without the other samples.
+make the gradient together, it ends with a larger part. Gradients of parts: part_gradients.py.
 
-Invariants:
-- all ranks decide by the same all-reduced norms;
-- afterwards the gradient buffers have the same content as before, bit for bit; meanwhile it is in
-  host memory;
-- each rank reads only samples of its own share of the batch.
+Invariant: all ranks decide by the same all-reduced norms.
 
 A step whose loss or gradient is not finite is not taken (step.py). One such step may be caused by
 one sample. Several in a row are caused by the data or the weights, and no later step will be
@@ -38,7 +33,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,14 +43,16 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron_async_rl.gradients import Gradients, dot, squared_norm
-from megatron_async_rl.policy.adam_view import gradients_of, optimizer_slices
-from megatron_async_rl.policy.batching import MicroBatch
+from megatron_async_rl.gradients import Gradients
 from megatron_async_rl.policy.forward import Consume, Schedule
-from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameters import whole_model_names
+from megatron_async_rl.policy.part_gradients import (
+    BuildRows,
+    PartGradients,
+    described_sample,
+    number_or_text,
+)
 from megatron_async_rl.samples.rank_batch import RankBatch
 
 log = logging.getLogger(__name__)
@@ -138,7 +135,7 @@ class NormHistory:
         self.largest_median = state["largest_median"]
 
 
-class AnomalyReport:
+class AnomalyReport(PartGradients):
     """Search for the causes of anomalies of one policy, and their file: one JSON object a line.
 
     file: null writes nothing, and then samples are not searched, either.
@@ -152,10 +149,7 @@ class AnomalyReport:
         layout: Layout,
         file: Path | None,
     ) -> None:
-        self._schedule = schedule
-        self._model = model
-        self._optimizer = optimizer
-        self._layout = layout
+        super().__init__(schedule, model, optimizer, layout)
         self._file = file
 
     def write(
@@ -166,7 +160,7 @@ class AnomalyReport:
         step: int,
         samples: RankBatch,
         rows: Sequence[Sequence[int]],
-        build: Callable[[tuple[int, ...]], MicroBatch],
+        build: BuildRows,
         consume: Consume,
         losses: Sequence[float] = (),
     ) -> list[str]:
@@ -192,7 +186,9 @@ class AnomalyReport:
         # owner of a sample has its tokens.
         named = sorted(set(culprits) & {row for own in rows for row in own})
         whole = len(culprits) <= WHOLE
-        described = self._gathered({row: _described(samples, row, whole=whole) for row in named})
+        described = self._gathered(
+            {row: described_sample(samples, row, whole=whole) for row in named}
+        )
         record = {"step": step, **facts, "samples": [described[row] for row in culprits]}
         ids = [str(described[row]["id"]) for row in culprits]
         if self._layout.rank == 0:
@@ -238,127 +234,42 @@ class AnomalyReport:
             )
         # Text, because JSON has no number for them.
         return {
-            "loss": _number_or_text(found.loss),
-            "norm": _number_or_text(found.norm),
+            "loss": number_or_text(found.loss),
+            "norm": number_or_text(found.norm),
             "parameter": parameters[0] if parameters else None,
             "parameters": len(parameters),
         }
-
-    def _squares_of_parameters(self, gradients: Gradients) -> dict[str, float]:
-        """Return name in the whole model -> |g|^2 of that parameter, the same on every rank."""
-        names = {
-            id(parameter): name
-            for chunk in self._model.chunks
-            for parameter, name in whole_model_names(self._model.bridge, chunk)
-        }
-        owners = [place.parameter for place in optimizer_slices(self._optimizer)]
-        own: dict[str, float] = {}
-        for owner, shard in zip(owners, gradients.shards, strict=True):
-            if shard.counted:
-                name = names[id(owner)]
-                own[name] = own.get(name, 0.0) + float(dot(shard.grad, shard.grad))
-        total: dict[str, float] = {}
-        # Added in the order of the ranks, so every rank gets the same bits.
-        for part in self._of_all_ranks(own):
-            for name, square in part.items():
-                total[name] = total.get(name, 0.0) + square
-        return total
 
     def _culprits(
         self,
         norm: float,
         count: int,
         rows: Sequence[Sequence[int]],
-        build: Callable[[tuple[int, ...]], MicroBatch],
+        build: BuildRows,
         consume: Consume,
     ) -> Sequence[int]:
-        # On the host, because a second set of buffers may not fit on the device.
-        saved = [buffer.to("cpu", copy=True) for buffer in self._buffers()]
         enough = MOST * norm if math.isfinite(norm) else math.inf
         found: Sequence[int] = range(count)
-        # Every rank makes the same halves, because all norms are all-reduced.
-        while len(found) > 1:
-            middle = len(found) // 2
-            norms = [
-                (self._norm_of(half, rows, build, consume), half)
-                for half in (found[:middle], found[middle:])
-            ]
-            longest, half = max(norms, key=lambda each: each[0])
-            # If both halves are not finite, the cause is not a few samples.
-            if not longest >= enough or all(math.isinf(each) for each, _ in norms):
-                break
-            found = half
-        self._restored(saved)
+        with self._preserved():
+            # Every rank makes the same halves, because all norms are all-reduced.
+            while len(found) > 1:
+                middle = len(found) // 2
+                norms = [
+                    (self._norm_of(half, rows, build, consume), half)
+                    for half in (found[:middle], found[middle:])
+                ]
+                longest, half = max(norms, key=lambda each: each[0])
+                # If both halves are not finite, the cause is not a few samples.
+                if not longest >= enough or all(math.isinf(each) for each, _ in norms):
+                    break
+                found = half
         return found
-
-    def _norm_of(
-        self,
-        part: Sequence[int],
-        rows: Sequence[Sequence[int]],
-        build: Callable[[tuple[int, ...]], MicroBatch],
-        consume: Consume,
-    ) -> float:
-        """Return the norm of the gradient of a part of the batch; infinite if it is not finite."""
-        # The number of micro-batches does not change, because ranks with experts or stages of one
-        # another must agree on it; a micro-batch without samples is a single masked token.
-        kept = [tuple(row for row in own if row in set(part)) for own in rows]
-        self._optimizer.zero_grad()
-        self._schedule.forward_backward([build(own) for own in kept], consume)
-        self._optimizer.prepare_grads()
-        square = squared_norm(gradients_of(self._optimizer, self._layout))
-        return math.sqrt(square) if math.isfinite(square) else math.inf
-
-    def _buffers(self) -> list[Tensor]:
-        return gradient_buffers(self._schedule.chunks)
-
-    def _restored(self, saved: Sequence[Tensor]) -> None:
-        """Restore the content of the gradient buffers."""
-        self._optimizer.zero_grad()
-        for buffer, before in zip(self._buffers(), saved, strict=True):
-            buffer.copy_(before)
-        self._optimizer.prepare_grads()
-
-    def _gathered(self, own: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        return {
-            row: described for part in self._of_all_ranks(own) for row, described in part.items()
-        }
-
-    def _of_all_ranks(self, own: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self._layout.world_size
-        dist.all_gather_object(everyone, own, group=self._layout.cpu_group)
-        return everyone
-
-
-def _described(samples: RankBatch, row: int, *, whole: bool) -> dict[str, Any]:
-    """Describe an own sample. whole: with all data that is needed to train on it again."""
-    summary = {
-        "id": samples.ids[row].as_py(),
-        "reward": float(samples.rewards[row]),
-        "length": int(samples.lengths[row]),
-    }
-    if not whole:
-        return summary
-    response = slice(samples.starts[row], samples.starts[row + 1])
-    start, prompt = samples.token_starts[row], samples.prompt_lengths[row]
-    tokens = samples.token_ids[start : start + prompt + samples.lengths[row]]
-    return summary | {
-        "prompt_ids": tokens[:prompt].tolist(),
-        "response_ids": tokens[prompt:].tolist(),
-        "loss_mask": samples.loss_mask[response].tolist(),
-        "segment_starts": samples.segment_starts[row].as_py(),
-        "behavior_logprobs": samples.behavior_logprobs[response].tolist(),
-        "versions": samples.versions[response].tolist(),
-    }
 
 
 def named_ids(ids: Sequence[str]) -> str:
     """Return the first few ids, and the number of the others."""
     shown = ", ".join(ids[:4])
     return shown if len(ids) <= 4 else f"{shown} and {len(ids) - 4} others together"
-
-
-def _number_or_text(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 class StepCounts(Protocol):

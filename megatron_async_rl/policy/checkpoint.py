@@ -148,7 +148,7 @@ def save(
     unfinished = directory / f"unfinished_step_{step:08d}"
     # Before any file is written: state of a type that cannot be saved is refused here.
     payload = _serialised(state)
-    rank_payload = _serialised({"rng": _rng_state(layout), "fp8": delayed_state(model.chunks)})
+    rank_payload = _serialised({"rng": rng_state(layout), "fp8": delayed_state(model.chunks)})
     adam = {
         name: optimizer_state(optimizer, adam_shards(optimizer, name)) for name in adam_names(model)
     }
@@ -291,7 +291,7 @@ def load(
     if {"context": 1, "device": layout.device_type, **content["layout"]} == key:
         rank_state = _read_tensors(path, f"rank_{layout.rank}.pt", content, layout.device)
         # Generator states are per rank, so they only fit the layout with which they were saved.
-        _restore_rng(rank_state.pop("rng"), layout)
+        restore_rng(rank_state.pop("rng"), layout)
         # Absent in checkpoints of earlier versions.
         restore_delayed_state(model.chunks, rank_state.pop("fp8", {}), model.config)
     elif layout.rank == 0:
@@ -402,14 +402,16 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _rng_state(layout: Layout) -> dict[str, Any]:
+def rng_state(layout: Layout) -> dict[str, Any]:
+    """Return the state of this rank's generators, which only the dropout of adapters uses."""
     state = {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
     if layout.device_type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _restore_rng(state: Mapping[str, Any], layout: Layout) -> None:
+def restore_rng(state: Mapping[str, Any], layout: Layout) -> None:
+    """Set the generators to a state from `rng_state`."""
     torch.set_rng_state(state["torch"].cpu())
     get_cuda_rng_tracker().set_states(
         {name: value.cpu() for name, value in state["megatron"].items()}

@@ -45,6 +45,7 @@ from megatron_async_rl.policy.attention import ContextParallelSlice
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.batching import Batcher, Minibatch, divide, over_steps, receive
 from megatron_async_rl.policy.device_memory import DeviceMemory
+from megatron_async_rl.policy.explanation import GradientExplanation
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.gradient_coverage import CoverageReport, GradientCoverage
 from megatron_async_rl.policy.lag0 import Lag0Differences, Lag0Table
@@ -96,6 +97,7 @@ class Policy:
     baseline: ExactBaseline | None
     anomalies: AnomalyReport
     coverage: CoverageReport
+    explanation: GradientExplanation | None
     batcher: Batcher
     memory: DeviceMemory
     lag0: Lag0Differences | None = None
@@ -114,6 +116,7 @@ class Policy:
         total_steps: int,
         seed: int = 0,
         anomalies: Path | None = None,
+        explained: tuple[int, Path] | None = None,
     ) -> Policy:
         """Load the model of `model_config.path` on this layout. `temperature`: that of sampling.
 
@@ -121,7 +124,7 @@ class Policy:
         determines the initial adapters and their dropout. Nothing else in the policy is random,
         except the division of a batch into minibatches, which its version determines.
         `anomalies`: file for the causes of anomalous gradients; parameters without a gradient are
-        written next to it.
+        written next to it. `explained`: step whose gradient is explained, and the file for it.
         """
         model = build_model(model_config, policy_config, layout, objective_config.value, seed=seed)
         # In this order: DDP allocates the buffers, the optimizer's shards are views of them, and
@@ -166,6 +169,13 @@ class Policy:
             optimizer=optimizer if model.config.fp8_param else None,
         )
         baseline = exact_baseline(objective_config, schedule, layout)
+        explanation = (
+            None
+            if explained is None
+            else GradientExplanation(
+                schedule, model, optimizer, layout, step=explained[0], file=explained[1]
+            )
+        )
         return cls(
             policy_config,
             layout,
@@ -179,6 +189,7 @@ class Policy:
             baseline,
             AnomalyReport(schedule, model, optimizer, layout, anomalies),
             CoverageReport(GradientCoverage(model, layout), layout, anomalies and anomalies.parent),
+            explanation,
             Batcher(
                 layout,
                 policy_config.tokens_per_micro_batch,
@@ -305,17 +316,28 @@ class Policy:
             moved=moved,
             kl=measured.get("ratio/kl_k2", 0.0),
         )
+        parts: dict[str, Any] = {
+            "samples": samples,
+            "build": partial(self.batcher.build, samples),
+            "consume": RecordedLoss(self.objective, targets, None, owner=owner),
+        }
         trace = partial(
             self.anomalies.write,
             step=samples.version + 1,
-            samples=samples,
             rows=[micro_batch.samples for micro_batch in mine],
-            build=partial(self.batcher.build, samples),
-            consume=RecordedLoss(self.objective, targets, None, owner=owner),
             losses=sample_losses(measurements),
+            **parts,
         )
         # Before controls and optimizer change the gradients.
         self.coverage.add()
+        if self.explanation is not None and self.explanation.step == samples.version + 1:
+            # Before the controls, which change the gradient.
+            self.explanation.write(
+                micro_batches=mine,
+                advantages=targets.whole.advantages.numpy(),
+                loss=facts.loss,
+                **parts,
+            )
         taken = self.step.take(facts, displaced, trace)
         covered = self.coverage.stepped(taken["policy/grad_norm"], samples.version + 1)
         if not taken["policy/skipped"]:

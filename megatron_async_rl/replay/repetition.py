@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,16 +33,18 @@ from megatron_async_rl.metrics.log import (
     number,
     read_metrics,
 )
+from megatron_async_rl.metrics.replay_record import FOLDER, ReplayRecord
 from megatron_async_rl.metrics.weight_log import tensors_of_step
 from megatron_async_rl.plan.layout import device_of, rank_environment
 from megatron_async_rl.plan.layout_problems import layout_problems
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.replay.explanation_tables import show_explanation
 from megatron_async_rl.replay.replay_plan import ReplayPlan, Stretch, reading_log
+from megatron_async_rl.replay.step_table import show_distance, steps_of
 from megatron_async_rl.rollout.cluster import software, software_differences
 from megatron_async_rl.samples.recorded import RecordedBatches
 
-FOLDER = "replays"
 THREADS = "OMP_NUM_THREADS"
 WITHOUT_ENGINES = (
     "checkpoint.every=0",
@@ -62,8 +64,6 @@ size is about 1, that of normalised advantages."""
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest relative difference of those metrics, by the dtype of the model: another layout adds the
 same numbers in another order."""
-MEASURED_ON_SAMPLES = {"ESS": "ratio/ess", "KL": "ratio/kl_k2"}
-"""Metrics that show how far the recorded samples are from the replayed policy."""
 
 
 @dataclass(kw_only=True)
@@ -76,6 +76,8 @@ class Comparison:
     without_digest: int = 0
     largest: dict[str, float] = field(default_factory=dict)
     """Largest relative difference of each of COMPARED."""
+    verdicts: dict[int, bool | None] = field(default_factory=dict)
+    """Step -> True if its weights have the run's bits; null without a digest of them."""
 
 
 def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
@@ -83,7 +85,7 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
     if the user changed settings; 1 if a step differs or the trainer failed; 130 after Ctrl-C."""
     out = _new_folder(plan.run_dir, out)
     configs = [
-        _config(plan, stretch, _part(out, plan, index), index + 1 < len(plan.stretches))
+        _config(plan, stretch, _part(out, plan, index))
         for index, stretch in enumerate(plan.stretches)
     ]
     machine = this_machine()
@@ -92,6 +94,15 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
     _announce(plan, out, console)
     checkpoint, code, compared = plan.checkpoint, 0, Comparison()
     rows: list[MetricRow] = []
+    record = ReplayRecord(
+        run=plan.run_dir,
+        changes=list(plan.changes),
+        first=plan.first,
+        last=plan.last,
+        parts=[os.path.relpath(config.run.dir, out) for config in configs],
+    )
+    # At once, because a dashboard of the run shows the replay while it trains.
+    record.write(out)
     for stretch, config in zip(plan.stretches, configs, strict=True):
         assert config.run.replay is not None
         begin = config.run.replay.model_copy(update={"checkpoint": checkpoint})
@@ -100,7 +111,15 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
         # Also after a failure: the steps before it are compared.
         own = [row for row in read_metrics(run.dir) if number(row, "step")]
         rows += own
-        compare(compared, plan.run_dir, own, digests_of_steps(run.dir))
+        of_run = {int(number(row, "step") or 0): row for row in read_metrics(plan.run_dir)}
+        compare(compared, plan.run_dir, of_run, own, digests_of_steps(run.dir))
+        record = record.model_copy(
+            update={
+                "first_different": compared.first_different,
+                "steps": steps_of(rows, of_run, compared.verdicts),
+            }
+        )
+        record.write(out)
         _show_other_inputs(stretch, run.dir, console)
         if code != 0:
             break
@@ -112,7 +131,9 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
         for stretch, config in zip(plan.stretches, configs, strict=True)
         if different <= stretch.last
     )
-    result = _report(plan, config, compared, rows, console)
+    result = _report(plan, config, compared, record, console)
+    if plan.explained is not None and not code:
+        show_explanation(configs[-1], console)
     return code or result
 
 
@@ -154,14 +175,16 @@ def _part(out: Path, plan: ReplayPlan, index: int) -> Path:
     return out if len(plan.stretches) == 1 else out / f"part_{index + 1}"
 
 
-def _config(plan: ReplayPlan, stretch: Stretch, run_dir: Path, save: bool) -> Config:
+def _config(plan: ReplayPlan, stretch: Stretch, run_dir: Path) -> Config:
+    last = stretch is plan.stretches[-1]
     settings = ReplayConfig(
         run=plan.run_dir,
         first=stretch.first,
         last=stretch.last,
         # Of a later stretch, the checkpoint exists once the one before it has ended.
         checkpoint=plan.checkpoint if stretch is plan.stretches[0] else None,
-        save=save,
+        save=plan.save or not last,
+        explain=plan.explained is not None and last,
     )
     return load(
         stretch.config_file,
@@ -255,17 +278,22 @@ def _show_other_inputs(stretch: Stretch, replay_dir: Path, console: Console) -> 
 
 
 def compare(
-    found: Comparison, run_dir: Path, rows: Sequence[MetricRow], digests: dict[int, str]
+    found: Comparison,
+    run_dir: Path,
+    of_run: Mapping[int, MetricRow],
+    rows: Sequence[MetricRow],
+    digests: Mapping[int, str],
 ) -> None:
-    """Add repeated steps, `rows`, to the comparison with the run's lines of metrics."""
+    """Add repeated steps, `rows`, to the comparison with the run's lines of metrics, `of_run`."""
     expected = digests_of_steps(run_dir)
-    of_run = {row["step"]: row for row in read_metrics(run_dir)}
     for row in rows:
         step = int(number(row, "step") or 0)
         found.steps += 1
-        if step not in expected:
+        same = expected[step] == digests.get(step) if step in expected else None
+        found.verdicts[step] = same
+        if same is None:
             found.without_digest += 1
-        elif expected[step] == digests.get(step):
+        elif same:
             found.identical += 1
         elif found.first_different is None:
             found.first_different = step
@@ -280,7 +308,7 @@ def _report(
     plan: ReplayPlan,
     config: Config,
     found: Comparison,
-    rows: Sequence[MetricRow],
+    record: ReplayRecord,
     console: Console,
 ) -> int:
     def show(text: str) -> None:
@@ -298,7 +326,7 @@ def _report(
     elif found.identical:
         show(f"{number_of('step', found.identical)}, identical bits")
     if plan.is_what_if:
-        _show_distance(plan, found, rows, show)
+        show_distance(record.steps, found.first_different, show, console.print)
         return 0
     if found.identical == found.steps > 0:
         return int(missing > 0)
@@ -332,33 +360,3 @@ def _same_arithmetic(plan: ReplayPlan, config: Config) -> bool:
     return not plan.changes and all(
         one.start is None or one.start.device == device for one in plan.stretches
     )
-
-
-def _show_distance(
-    plan: ReplayPlan,
-    found: Comparison,
-    rows: Sequence[MetricRow],
-    show: Callable[[str], None],
-) -> None:
-    """Show how far the recorded samples are from the replayed policy once the weights differ."""
-    of_run = {row["step"]: row for row in read_metrics(plan.run_dir)}
-    later = [
-        row
-        for row in rows
-        if found.first_different is not None and int(row["step"]) > found.first_different  # type: ignore[arg-type]
-    ]
-    if not later:
-        return
-    for label, name in MEASURED_ON_SAMPLES.items():
-        here = [value for row in later if (value := number(row, name)) is not None]
-        there = [
-            value
-            for row in later
-            if (value := number(of_run.get(row["step"], {}), name)) is not None
-        ]
-        if here and there:
-            show(
-                f"{label} of the recorded samples, from then on: mean"
-                f" {sum(here) / len(here):.3g}, last {here[-1]:.3g}"
-                f" (the run's: {sum(there) / len(there):.3g}, {there[-1]:.3g})"
-            )

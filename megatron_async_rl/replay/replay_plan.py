@@ -51,6 +51,10 @@ class ReplayPlan:
     requested: int
     changes: Sequence[str] = ()
     """The user's overrides."""
+    explained: int | None = None
+    """Step whose gradient is explained, the last one; null for none."""
+    save: bool = False
+    """Write a checkpoint of the last step."""
 
     @property
     def is_what_if(self) -> bool:
@@ -67,11 +71,55 @@ class ReplayPlan:
 
 
 def plan_replay(
-    run_dir: Path, first: int | None, count: int | None, changes: Sequence[str]
+    run_dir: Path,
+    first: int | None,
+    count: int | None,
+    changes: Sequence[str],
+    explained: int | None = None,
+    *,
+    save: bool = False,
 ) -> ReplayPlan:
     """Return the steps to repeat. first: null for the oldest that can be repeated; count: null for
-    all up to the last. Raises UserError for a run that cannot be replayed from there, with what can
-    be."""
+    all up to the last; explained: the only step that is requested, instead of both. Raises
+    UserError for a run that cannot be replayed from there, with what can be."""
+    if explained is not None and (first is not None or count is not None):
+        what = "repeats the steps up to its own from the nearest checkpoint"
+        raise UserError.of("--explain", what, "leave out --from and --steps")
+    _require_effect(changes)
+    if not (run_dir / "config.yaml").is_file():
+        what = f"{run_dir} has no config.yaml: it is not a run"
+        raise UserError.of("RUN", what, "name a run directory, the `run.dir` of its config")
+    log = _recorded_steps(run_dir)
+    saved = {step_of(path): path for path in checkpoints(run_dir / "checkpoint")}
+    requested = first if explained is None else explained
+    if requested is None:
+        requested = _first_step(log, saved)
+    if requested > log.last_step:
+        what = f"the last recorded step is {log.last_step}"
+        option = "--from" if explained is None else "--explain"
+        raise UserError.of(option, what, f"name a step up to {log.last_step}")
+    # The newest checkpoint before the requested step needs the fewest steps in between.
+    before = max((step for step in saved if step < requested), default=0)
+    # Both ends: the log loses its oldest segments, and an explanation is useless without its step.
+    for step in (before + 1, *(() if explained is None else (explained,))):
+        if (why := log.missing(step)) is not None:
+            raise UserError.of("RUN", why, _alternative(log, saved))
+    last = log.last_step if count is None else min(requested + count - 1, log.last_step)
+    if explained is not None:
+        last = explained
+    return ReplayPlan(
+        run_dir=run_dir,
+        stretches=stretches(run_dir, read_starts(run_dir), before + 1, last),
+        checkpoint=saved.get(before),
+        requested=requested,
+        changes=changes,
+        explained=explained,
+        save=save,
+    )
+
+
+def _require_effect(changes: Sequence[str]) -> None:
+    """Raise UserError for a change of a key that the trainer does not read."""
     for change in changes:
         if not _names(change, (*USED, TEMPERATURE)):
             key = change.partition("=")[0]
@@ -80,27 +128,6 @@ def plan_replay(
                 "has no effect on a replay, which trains on recorded samples without engines",
                 f"change keys of {', '.join(USED)} or {TEMPERATURE}",
             )
-    if not (run_dir / "config.yaml").is_file():
-        what = f"{run_dir} has no config.yaml: it is not a run"
-        raise UserError.of("RUN", what, "name a run directory, the `run.dir` of its config")
-    log = _recorded_steps(run_dir)
-    saved = {step_of(path): path for path in checkpoints(run_dir / "checkpoint")}
-    requested = _first_step(log, saved) if first is None else first
-    if requested > log.last_step:
-        what = f"the last recorded step is {log.last_step}"
-        raise UserError.of("--from", what, f"name a step up to {log.last_step}")
-    # The newest checkpoint before the requested step needs the fewest steps in between.
-    before = max((step for step in saved if step < requested), default=0)
-    if (why := log.missing(before + 1)) is not None:
-        raise UserError.of("RUN", why, _alternative(log, saved))
-    last = log.last_step if count is None else min(requested + count - 1, log.last_step)
-    return ReplayPlan(
-        run_dir=run_dir,
-        stretches=stretches(run_dir, read_starts(run_dir), before + 1, last),
-        checkpoint=saved.get(before),
-        requested=requested,
-        changes=changes,
-    )
 
 
 class _ReplayableSteps:

@@ -169,6 +169,17 @@ function drawMarks(panel, area, x, place) {
   for (const [name, d] of colours) area.append(make("path", {d, class: "marks", fill: colour(name)}));
 }
 
+// The steps from which the samples of replays are off-policy.
+function drawOffPolicy(panel, area, x, place) {
+  panel.offPolicy.forEach(([step, name, replay], index) => {
+    const at = x(step);
+    if (at < place.left || at > place.right) return;
+    area.append(make("line", {class: "off-policy", x1: at, x2: at, y1: place.top, y2: place.bottom, stroke: colour(name), "stroke-dasharray": LINES.dashed}));
+    const late = at > (place.left + place.right) / 2;
+    area.append(make("text", {x: at + (late ? -4 : 4), y: place.top + 10 + 12 * index, "text-anchor": late ? "end" : "start"}, `${replay} off-policy ${late ? "" : "→"}`));
+  });
+}
+
 // Description of a panel for screen readers.
 function describe(panel) {
   const curves = panel.curves.map(({name, y}) => {
@@ -179,8 +190,9 @@ function describe(panel) {
     return (name ? name + ": " : "") + values;
   });
   const rows = panel.kind === "bars" ? [`${panel.names.join(", ")}; ${panel.legend.map(([name]) => name).join(", ")}`] : [];
+  const replays = panel.offPolicy.map(([step, , replay]) => `samples of ${replay} off-policy from step ${step} on`);
   const marks = panel.marks.length ? [`${panel.marks.length} anomalies and notes`] : [];
-  return [panel.title, panel.unit, ...curves, ...rows, ...marks, panel.curves.length ? "" : panel.empty].filter(Boolean).join(". ");
+  return [panel.title, panel.unit, ...curves, ...rows, ...replays, ...marks, panel.curves.length ? "" : panel.empty].filter(Boolean).join(". ");
 }
 
 function drawing(panel, width, hidden) {
@@ -226,6 +238,7 @@ function drawing(panel, width, hidden) {
     ({stack: drawStack, columns: drawColumns}[panel.kind] || drawLines)(panel, curves, area, x, y);
     for (const [value, name] of panel.levels)
       svg.append(make("line", {x1: place.left, x2: place.right, y1: y(value), y2: y(value), stroke: colour(name), "stroke-dasharray": LINES.dashed}));
+    drawOffPolicy(panel, svg, x, place);
     drawMarks(panel, svg, x, place);
   }
   svg.append(make("path", {d: `M${place.left} ${place.top}V${place.bottom}H${place.right}`, fill: "none", stroke: colour("axis")}));
@@ -255,6 +268,7 @@ function onCurves(panel, curves, x, reach) {
     const i = nearest(xs, best);
     if (xs.length && Math.abs(xs[i] - best) <= reach) rows.push(entry(its, name ? name + " " : "", exact(ys[i], panel.form)));
   }
+  for (const [step, its, replay] of panel.offPolicy) if (Math.abs(step - best) <= reach / 2) rows.push(entry(its, `samples of ${replay} off-policy from here on`));
   for (const [step, its, text] of panel.marks) if (Math.abs(step - best) <= reach / 2) rows.push(entry(its, text));
   const title = panel.kind === "columns" ? panel.names[best] : `${panel.x === "optimizer step" ? "step" : panel.x} ${exact(best)}`;
   return {x: best, rows: [make("div", {}, title), ...rows]};

@@ -297,6 +297,8 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
         speed.append(("engines alive", alive))
 
     tables = [("Result", result), ("Speed", speed)]
+    if run.replays:
+        tables.append(("Replays", [(one.name, one.summary) for one in run.replays]))
     if run.window is not None:
         tables.append((f"The last {len(run.window.steps)} steps", run.window.as_text()))
     return tables

@@ -84,6 +84,16 @@ class Level:
     value: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class OffPolicyMark:
+    """A vertical dashed line: from `step` on, the samples of a replay are off-policy. replay: its
+    name."""
+
+    step: int
+    colour: str
+    replay: str
+
+
 @dataclass(frozen=True)
 class Bar:
     """A bar in a row, with its start and length on the horizontal axis."""
@@ -111,6 +121,7 @@ class Panel:
     x_label: str = STEPS
     curves: Sequence[Curve] = ()
     levels: Sequence[Level] = ()
+    off_policy: Sequence[OffPolicyMark] = ()
     grid: tuple[Floats, Floats] | None = None
     """(steps [n], shares [bins, n])."""
     categories: Sequence[str] = ()
@@ -161,6 +172,7 @@ class Panel:
                 if (drawn := _curve(curve, stacked=self.kind == "stack")) is not None
             ],
             "levels": [[level.value, level.colour] for level in self.levels],
+            "offPolicy": [[one.step, one.colour, one.replay] for one in self.off_policy],
             "cells": list(shades_of(self.grid)) if self.grid else [],
             "names": list(self.categories),
             "bars": [

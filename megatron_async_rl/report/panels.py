@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report.metric_rows import (
     Floats,
     column,
@@ -22,8 +21,16 @@ from megatron_async_rl.report.metric_rows import (
     per_engine,
     smooth,
 )
-from megatron_async_rl.report.panel import AxisForm, Bar, Curve, CurveStyle, Level, Panel
+from megatron_async_rl.report.panel import (
+    AxisForm,
+    Curve,
+    CurveStyle,
+    Level,
+    OffPolicyMark,
+    Panel,
+)
 from megatron_async_rl.report.run_data import IN_A_STEP, REGIMES, RunData
+from megatron_async_rl.report.timeline_panel import timeline_panel
 
 PART = "reward/part/"
 """Prefix of the metrics of the reward's parts."""
@@ -34,26 +41,7 @@ REGIME_COLOURS = ("green", "amber", "red")
 ENGINE_COLOURS = ("blue", "green", "amber", "purple", "red", "teal", "brown", "muted")
 """Colours of the engines in order; further engines repeat them."""
 TIME_COLOURS = {"training": "blue", "publishing": "purple", "waiting": "amber", "other": "grey"}
-STATE_COLOURS = {
-    "training": "blue",
-    "publishing": "purple",
-    "evaluating": "teal",
-    "checkpointing": "brown",
-    "restoring": "muted",
-    "releasing": "muted",
-    "waiting": "sand",
-    "busy": "green",
-    "loading": "purple",
-    "paused": "amber",
-    "asleep": "grey",
-    "idle": "pale",
-}
-"""State in a timeline -> colour. Other states are drawn in `ink`."""
 ENGINES_SHOWN = 32
-TRACKS_SHOWN = 12
-BARS = 600
-"""Resolution of a row of the timeline: spans below 1 / BARS of the window are merged, so a row has
-at most 2 * BARS bars."""
 
 SIMULATION = "simulation.json"
 """File in the run directory: lists of equal length under `async_ratio` and each of PREDICTED."""
@@ -79,6 +67,9 @@ class _PanelGroup:
     """Also draw the held-out evaluations."""
     compared: bool = False
     """Also draw the first metric of the run in `observe.beside`."""
+    replayed: bool = True
+    """Also draw the first metric of the run's replays. False for facts about the samples, which a
+    replay does not change."""
 
 
 _REWARD = _PanelGroup(
@@ -89,9 +80,14 @@ _REWARD = _PanelGroup(
     overview=True,
     held_out=True,
     compared=True,
+    replayed=False,
 )
 _LOSS = replace(
-    _REWARD, title="Loss", unit="nats per token", keys=[("policy/loss", "trained on", "blue")]
+    _REWARD,
+    title="Loss",
+    unit="nats per token",
+    keys=[("policy/loss", "trained on", "blue")],
+    replayed=True,
 )
 _ESS = _PanelGroup(
     "Effective sample size",
@@ -117,6 +113,7 @@ _SAMPLED = (
         [("response/length_mean", "mean", "green"), ("response/length_max", "max", "muted")],
         low=0,
         overview=True,
+        replayed=False,
     ),
     _PanelGroup(
         "Shares of the responses",
@@ -128,6 +125,7 @@ _SAMPLED = (
         ],
         low=0,
         form="share",
+        replayed=False,
     ),
     _GRADIENT_NORM,
     _PanelGroup("Entropy of the policy", "nats per token", [("policy/entropy", "", "blue")]),
@@ -187,7 +185,7 @@ def panels_of(run: RunData) -> list[Panel]:
     groups = (_GRADIENT_NORM, _LEARNING_RATE) if run.supervised else (_parts(run), *_SAMPLED)
     panels += [panel for group in groups for panel in _curves(run, group)]
     panels += simulation(run)
-    return panels if run.window is None else [*panels, _timeline(run)]
+    return panels if run.window is None else [*panels, timeline_panel(run.window)]
 
 
 def _curves(run: RunData, group: _PanelGroup) -> list[Panel]:
@@ -199,14 +197,20 @@ def _curves(run: RunData, group: _PanelGroup) -> list[Panel]:
         drawn.append(_trend(other, group.keys[0][0]))
         if group.held_out:
             drawn.append(_held_out(other, f"{other.name}, held out", "brown"))
-    curves = [curve for curve in drawn if curve is not None]
-    if not curves:
+    own = [curve for curve in drawn if curve is not None]
+    if not own:
         return []
+    key, name, _ = group.keys[0]
+    replays = replayed(run, key, name if len(group.keys) > 1 else "") if group.replayed else []
+    if replays and not own[0].name:
+        own[0] = replace(own[0], name="the run")
+    curves = [*own, *(curve for curve, _ in replays)]
     return [
         Panel(
             title=group.title,
             unit=group.unit,
             curves=curves,
+            off_policy=[mark for _, mark in replays if mark is not None],
             low=group.low,
             high=group.high,
             log=group.log and any(_spans_decades(curve.y) for curve in curves),
@@ -240,6 +244,26 @@ def _trend(run: RunData, key: str) -> Curve | None:
     return Curve(name=run.name, colour="grey", x=steps, y=y, style="dotted") if len(steps) else None
 
 
+def replayed(run: RunData, key: str, name: str = "") -> list[tuple[Curve, OffPolicyMark | None]]:
+    """Return the curve of a metric in each replay of the run that has it, and the mark from which
+    the replay's samples are off-policy. name: of the metric, in a panel with several."""
+    found = []
+    for one in run.replays:
+        steps, values, _ = one.rows.curve(key)
+        if not len(steps):
+            continue
+        # Values, not their moving average, which would differ before the weights do.
+        label = f"{one.label} ({name})" if name else one.label
+        # A repetition covers the run's own curve, which stays visible between the dots.
+        style: CurveStyle = "dotted" if one.record.first_different is None else "line"
+        curve = Curve(name=label, colour=one.colour, x=steps, y=values, style=style)
+        begin, mark = one.off_policy_from, None
+        if begin is not None:
+            mark = OffPolicyMark(step=begin, colour=one.colour, replay=one.name)
+        found.append((curve, mark))
+    return found
+
+
 def _held_out(run: RunData, name: str, colour: str) -> Curve | None:
     """Return the curve of the held-out evaluations; None without any."""
     versions = run.evaluations.versions.astype(np.float64)
@@ -252,7 +276,7 @@ def _parts(run: RunData) -> _PanelGroup:
     keys = [key for key in run.rows.names() if key.startswith(PART)]
     colours = itertools.cycle(PART_COLOURS)
     curves = [(key, key.removeprefix(PART), next(colours)) for key in keys]
-    return _PanelGroup("Parts of the reward", "means before weighting", curves)
+    return _PanelGroup("Parts of the reward", "means before weighting", curves, replayed=False)
 
 
 def _pass_at(run: RunData) -> Panel:
@@ -313,6 +337,8 @@ def _cosine(run: RunData) -> Panel:
             curves.append(Curve(name=label, colour=colour, x=x, y=y, style="points"))
     if run.beside is not None and (other := _trend(run.beside, "gac/cosine")) is not None:
         curves.append(other)
+    replays = replayed(run, "gac/cosine")
+    curves += [curve for curve, _ in replays]
     levels = [
         Level(name=f"{name} {threshold:g}", colour=colour, value=threshold)
         for name, colour in (("c_low", "amber"), ("c_high", "red"))
@@ -323,6 +349,7 @@ def _cosine(run: RunData) -> Panel:
         unit="cosine",
         curves=curves,
         levels=levels,
+        off_policy=[mark for _, mark in replays if mark is not None],
         empty="the second step logs the first cosine"
         if run.gac
         else "this run has no gradient alignment control",
@@ -444,56 +471,3 @@ def simulation(run: RunData) -> list[Panel]:
         )
         for title, unit, form, curves in shown
     ]
-
-
-def _timeline(run: RunData) -> Panel:
-    """Return the panel with a row of bars for each process, over the time of the last steps."""
-    window = run.window
-    assert window is not None
-    tracks = list(window.tracks)[:TRACKS_SHOWN]
-    shortest = (window.end - window.start) / BARS
-    spans = [
-        (row, *part)
-        for row, track in enumerate(tracks)
-        for part in merge_short(window.tracks[track], shortest)
-    ]
-    used = {state for _, state, *_ in spans}
-    names: dict[str, str] = {}
-    for state in (*STATE_COLOURS, *sorted(used - set(STATE_COLOURS))):
-        if state in used:
-            colour = STATE_COLOURS.get(state, "ink")
-            names[colour] = f"{names[colour]}, {state}" if colour in names else state
-    return Panel(
-        title=f"Activity of each process, last {len(window.steps)} steps",
-        unit="",
-        kind="bars",
-        x_label="seconds; vertical lines mark the ends of steps",
-        categories=tracks,
-        bars=[
-            Bar(row, start - window.start, end - start, STATE_COLOURS.get(state, "ink"))
-            for row, state, start, end in spans
-        ],
-        bar_names=names,
-        ends=[(step, at - window.start) for step, at in window.steps],
-        x_range=(0.0, window.end - window.start),
-        wide=True,
-        overview=True,
-    )
-
-
-def merge_short(spans: Sequence[Span], shortest: float) -> Iterator[tuple[str, float, float]]:
-    """Yield (state, start, end) of each span. Consecutive spans shorter than `shortest` seconds are
-    merged into pieces of about that length, each with the state that took the most time in it."""
-    short: list[Span] = []
-    for span in [*spans, None]:
-        ended = span is None or span.seconds >= shortest
-        if short and (ended or (span and span.start - short[0].start >= shortest)):
-            seconds: dict[str, float] = {}
-            for one in short:
-                seconds[one.state] = seconds.get(one.state, 0.0) + one.seconds
-            yield max(seconds, key=seconds.__getitem__), short[0].start, short[-1].end
-            short = []
-        if span is not None and ended:
-            yield span.state, span.start, span.end
-        elif span is not None:
-            short.append(span)

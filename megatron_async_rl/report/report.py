@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,20 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
     lines = [(run.headline, COLOURS["muted"])]
     if run.dropped is not None:
         lines.append((f"{run.dropped.sentence}.", COLOURS["red"]))
+    # The legend of a small panel has room for the name of a replay, not for its settings.
+    lines += [(one.label, COLOURS[one.colour]) for one in run.replays]
+    names = {one.label: one.name for one in run.replays}
+    panels = [_with_names(panel, names) for panel in page.panels]
     html_path, png_path = run_dir / "report.html", run_dir / "report.png"
     html_path.write_text(page.as_html(), encoding="utf-8")
-    draw_sheet(run_dir.name, lines, page.panels, png_path)
+    draw_sheet(run_dir.name, lines, panels, png_path)
     return html_path, png_path
+
+
+def _with_names(panel: Panel, names: Mapping[str, str]) -> Panel:
+    """Return the panel with other names of curves: old one -> new one."""
+    curves = [replace(one, name=names.get(one.name, one.name)) for one in panel.curves]
+    return replace(panel, curves=curves)
 
 
 def write_comparison(run_dirs: Sequence[Path], folder: Path | None = None) -> tuple[Path, Path]:
@@ -179,6 +189,9 @@ def draw(panel: Panel, axes: Axes) -> None:
     for level in panel.levels:
         style = {"linewidth": 1.1, "linestyle": DASHED, "zorder": 2.5}
         axes.axhline(level.value, color=COLOURS[level.colour], **style)
+    for mark in panel.off_policy:
+        style = {"linewidth": 1.1, "linestyle": DASHED, "zorder": 2.5}
+        axes.axvline(mark.step, color=COLOURS[mark.colour], **style)
     if panel.empty and not panel.curves:
         axes.text(0.5, 0.5, panel.empty, transform=axes.transAxes, ha="center", color=muted)
     _limit(panel, axes)

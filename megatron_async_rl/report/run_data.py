@@ -8,9 +8,8 @@ it is active.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, ValidationError
@@ -18,18 +17,20 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, Valida
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.settings_model import bare_name
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
+from megatron_async_rl.metrics.json_lines import file_stamp
 from megatron_async_rl.metrics.log import (
     EVAL_FILE,
     EvaluationReader,
-    MetricRow,
     MetricsReader,
     number,
 )
 from megatron_async_rl.metrics.log import FILE as METRICS_FILE
 from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE_FOLDER
-from megatron_async_rl.metrics.timeline import Span, TimelineReader, shares
+from megatron_async_rl.metrics.timeline import TimelineReader
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, AnomalyList
 from megatron_async_rl.report.metric_rows import Evaluations, MetricRows, evaluation_curves
+from megatron_async_rl.report.replays import ReplayData, ReplaysReader
+from megatron_async_rl.report.timeline_window import TimelineWindow, timeline_window
 from megatron_async_rl.watchdog import events
 from megatron_async_rl.watchdog.events import Event, Status, read_events, read_status
 
@@ -43,14 +44,8 @@ IN_A_STEP = {
 """Part of a step -> metric of the seconds that rank 0 spent in it."""
 REASONS = {"flow/dropped_late": "late", "flow/dropped_equal": "of equal reward"}
 """Metric that counts dropped groups -> reason."""
-WINDOW_STEPS = 12
-"""Number of last steps in the timeline."""
 EVENT_BYTES = 2**20
 """Number of bytes at the end of events.jsonl that are read."""
-STOP_S, STOP_STEPS = 60.0, 10
-"""Limits of the time between two steps (seconds, median steps). Above both, the run had stopped."""
-PARTS = 4
-"""Maximum number of activities per process in the table of the last steps."""
 
 
 class _RunControl(BaseModel):
@@ -228,28 +223,6 @@ def _trained(value: float | None, form: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimelineWindow:
-    """Activities of each process during the last steps of a run. Times are Unix seconds."""
-
-    start: float
-    end: float
-    steps: Sequence[tuple[int, float]]
-    """(step, time of its end) of each step in the window."""
-    tracks: Mapping[str, Sequence[Span]]
-    """Process -> its spans, clipped to the window; `rank 0` first."""
-
-    def as_text(self) -> list[tuple[str, str]]:
-        """Return (process, text with its activities, longest first) of each process."""
-        lines = []
-        for track, spans in self.tracks.items():
-            parts = list(shares(spans, self.start, self.end).items())[:PARTS]
-            lines.append(
-                (track, ", ".join(f"{_activity(*kind)} {part:.0%}" for kind, part in parts))
-            )
-        return lines
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunData:
     """Data of one run for the report."""
 
@@ -273,6 +246,8 @@ class RunData:
     """Metrics that are not shown, because another version logged them with another kind."""
     beside: RunData | None = None
     """Data of the run in `observe.beside`; None if it is not set or cannot be read."""
+    replays: Sequence[ReplayData] = ()
+    """The newest replays of the run, oldest first."""
 
     @property
     def name(self) -> str:
@@ -320,7 +295,7 @@ class RunData:
 
 class RunReader:
     """Reader of a run that may still be active. Reads each line of a growing file once. `alone`: do
-    not read the run in `observe.beside`."""
+    not read the run in `observe.beside` and the replays of the run."""
 
     def __init__(self, run_dir: Path, *, alone: bool = True) -> None:
         self.run_dir = run_dir
@@ -336,6 +311,7 @@ class RunReader:
         self._rows = MetricRows()
         self._anomalies = AnomalyList()
         self._evaluated: list[dict[str, Any]] = []
+        self._replays = None if self._alone else ReplaysReader(self.run_dir)
 
     def fingerprint(self) -> Hashable:
         """Return a value that changes when one of the files that `read` uses changes."""
@@ -343,7 +319,8 @@ class RunReader:
         paths = [self.run_dir / name for name in names]
         paths += sorted((self.run_dir / TIMELINE_FOLDER).glob("*.jsonl"))
         beside = None if self._beside is None else self._beside.fingerprint()
-        return (*map(_stamp, paths), beside)
+        replays = None if self._replays is None else self._replays.fingerprint()
+        return (*map(file_stamp, paths), beside, replays)
 
     def read(self) -> RunData:
         """Return the current data of the run. Raises ReportError if the directory is missing or has
@@ -383,6 +360,7 @@ class RunReader:
             events=read_events(run_dir, EVENT_BYTES),
             omitted=sorted(self._metrics.omitted),
             beside=None if self._alone else self._read_beside(config),
+            replays=() if self._replays is None else self._replays.read(),
         )
 
     def _read_lines(self) -> None:
@@ -421,15 +399,6 @@ def read_run(run_dir: Path, *, alone: bool = True) -> RunData:
     return RunReader(run_dir, alone=alone).read()
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return (inode, size, modification time) of a file; None if it is missing."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
 def read_config(run_dir: Path) -> dict[str, Any]:
     """Return the content of RUN/config.yaml; empty without the file. Raises ReportError for an
     invalid file."""
@@ -448,53 +417,3 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         return config
     what = f"is not a valid config: {why}"
     raise ReportError.of(str(path), what, "correct the file, or delete it to show no settings")
-
-
-def timeline_window(
-    rows: Sequence[MetricRow], tracks: Mapping[str, Sequence[Span]], steps: int = WINDOW_STEPS
-) -> TimelineWindow | None:
-    """Return the window of at most `steps` last steps since the run's last stop; None if no process
-    has a span in it."""
-    ended = [
-        (int(step), at)
-        for row in rows
-        if (step := number(row, "step")) and (at := number(row, "time")) is not None
-    ]
-    durations = [second for row in rows if (second := number(row, "time/step_s")) is not None]
-    if not ended or not durations:
-        return None
-
-    stop = max(STOP_S, STOP_STEPS * median(durations))
-    shown = [ended[-1]]
-    for one in reversed(ended[:-1]):
-        # Begin the window after a stop, whose duration would make all bars invisibly short.
-        if len(shown) > steps or shown[-1][1] - one[1] > stop:
-            break
-        shown.append(one)
-    if len(shown) > steps:
-        # The first step began when the step before it ended.
-        start = shown.pop()[1]
-    else:
-        # There is no earlier step, so estimate the start from a step's duration.
-        start = shown[-1][1] - (durations[-1] if len(shown) == 1 else median(durations))
-    end = ended[-1][1]
-
-    clipped = {track: _clip(spans, start, end) for track, spans in tracks.items()}
-    inside = {track: spans for track, spans in clipped.items() if spans}
-    if not inside or end <= start:
-        return None
-    return TimelineWindow(start=start, end=end, steps=shown[::-1], tracks=inside)
-
-
-def _clip(spans: Sequence[Span], start: float, end: float) -> list[Span]:
-    return [
-        replace(span, start=max(start, span.start), end=min(end, span.end))
-        for span in spans
-        if span.end > start and span.start < end
-    ]
-
-
-def _activity(state: str, waiting_for: str) -> str:
-    if state == "waiting" and waiting_for:
-        return f"waiting for {waiting_for}"
-    return f"{state} (waits for {waiting_for})" if waiting_for else state

@@ -59,10 +59,14 @@ def run_on_ranks(config: Config, crashes_at: tuple[str, int] | None = None) -> P
 
 
 def repeated(
-    run_dir: Path, *changes: str, first: int | None = None, out: Path | None = None
+    run_dir: Path,
+    *changes: str,
+    first: int | None = None,
+    out: Path | None = None,
+    explained: int | None = None,
 ) -> tuple[int, str]:
     """Return exit code and output of `mar replay`."""
     written = io.StringIO()
-    plan = plan_replay(run_dir, first, None, changes)
+    plan = plan_replay(run_dir, first, None, changes, explained)
     code = repetition.replay(plan, out, Console(file=written, width=1000))
     return code, written.getvalue()

@@ -66,6 +66,7 @@ class Rank:
         on_anomaly="report",
         max_nonfinite_steps=5,
         anomalies=None,
+        explained=None,
         sequence="padded",
         layers="local",
         recompute="none",
@@ -101,6 +102,7 @@ class Rank:
             total_steps=10,
             seed=seed,
             anomalies=anomalies,
+            explained=explained,
         )
 
     def weights(self, policy, *, adapters=False):

@@ -283,6 +283,17 @@ def anomalous(rank: Rank, prefix: str, on_anomaly: str) -> dict:
     }
 
 
+def explained(rank: Rank, model: str, batch: str) -> dict:
+    """The explanation of a first step, and the weights after it."""
+    file = rank.scratch / "explanation.json"
+    rank.scratch.mkdir(exist_ok=True)
+    policy = rank.policy(model, explained=(rank.batches[batch].version + 1, file))
+    trained = rank.train(policy, [batch])
+    written = json.loads(file.read_text()) if rank.layout.rank == 0 else {}
+    plain = rank.train(rank.policy(model), [batch])
+    return {"written": written, "trained": trained, "plain": plain}
+
+
 def replayed(rank: Rank, settings: dict) -> dict:
     """Log-probs, and the gradient of a step, with the experts that came with the samples."""
     policy = rank.policy(
@@ -380,6 +391,8 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     results["anomalous"] = {
         kind: anomalous(rank, prefix, kind) for kind, on in kinds.items() if output.stem in on
     }
+    if output.stem in ANOMALOUS:
+        results["explained"] = explained(rank, model, a)
     if output.stem not in DECIDING:
         if rank.layout.rank == 0:
             torch.save(results, output)

@@ -167,6 +167,39 @@ def test_a_skipped_anomalous_step_changes_nothing(layout):
         assert torch.equal(skipped["after"][name], weight), name
 
 
+@pytest.mark.parametrize("layout", ANOMALOUS)
+def test_an_explanation_is_that_of_one_process_and_changes_nothing(layout):
+    found, expected = results(layout)["explained"], alone(layout)["explained"]
+    for name, weight in found["plain"]["weights"].items():
+        assert torch.equal(found["trained"]["weights"][name], weight), name
+    (update,), (other,) = (each["written"]["updates"] for each in (found, expected))
+    (step,) = found["trained"]["steps"]
+    assert update["loss"] == step["policy/loss"]
+    # The cut gradient is rounded in float32: small contributions are differences of larger ones.
+    close = {"rel": 1e-4, "abs": 1e-6}
+    assert update["norm"] == pytest.approx(other["norm"], **close)
+    assert update["sum_of_shares"] == pytest.approx(1.0, **close)
+    assert update["texts"].keys() == other["texts"].keys()
+    for kind, key in (
+        ("parameters", "name"),
+        ("groups", "group"),
+        ("samples", "id"),
+        ("tokens", ("sample", "position")),
+    ):
+        keys = (key,) if isinstance(key, str) else key
+        ours, theirs = (
+            {tuple(one[name] for name in keys): one for one in each[kind]}
+            for each in (update, other)
+        )
+        assert ours.keys() == theirs.keys()
+        assert ours
+        for name, one in ours.items():
+            for fact, value in one.items():
+                expect = theirs[name][fact]
+                same = expect if isinstance(expect, str) else pytest.approx(expect, **close)
+                assert value == same, (kind, name, fact)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_number_of_collectives_does_not_depend_on_the_number_of_micro_batches(layout):
     many, few = results(layout)["collectives"]

@@ -237,7 +237,7 @@ class Halved(AnomalyReport):
     """Norms of parts of a batch are those of `culprits`: not a number where a part holds one."""
 
     def __init__(self, file, culprits):
-        super().__init__(None, None, None, SimpleNamespace(rank=0), file)
+        super().__init__(None, None, None, SimpleNamespace(rank=0, device_type="cpu"), file)
         self.culprits = culprits
 
     def _squares_of_parameters(self, gradients):

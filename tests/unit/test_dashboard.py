@@ -29,11 +29,12 @@ from megatron_async_rl.metrics.log import MetricsLog
 from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report import sample_browser
 from megatron_async_rl.report.dashboard import Dashboard, _DashboardServer
-from megatron_async_rl.report.panels import merge_short
 from megatron_async_rl.report.sample_browser import SampleBrowser
+from megatron_async_rl.report.timeline_panel import merge_short
 from megatron_async_rl.samples.types import Sample
 from tests.browser import BROWSER, DRIVER, MISSING, browser
 from tests.logged_samples import GROUP, STEPS, logged_run
+from tests.unit.test_replay_curves import replayed
 from tests.unit.test_report import CONFIG, fleet_run, sampled_run
 
 PREDICTED = {
@@ -328,6 +329,7 @@ def test_the_page_works_in_a_browser_on_a_phone_and_with_a_dark_theme(tmp_path: 
         path.write_text("".join(json.dumps(line) + "\n" for line in near))
     logged_run(runs[1], lambda one: replace(one, text=HOSTILE))
     (runs[1] / "simulation.json").write_text(json.dumps(PREDICTED))
+    replayed(runs[1], "1", "policy.optimizer.lr=0.003", different=4)
     with served(*runs) as url, browser(tmp_path) as page:
         page.show_as(width=1200)
         page.open(url)
@@ -354,6 +356,17 @@ def test_the_page_works_in_a_browser_on_a_phone_and_with_a_dark_theme(tmp_path: 
         assert page.run("return document.querySelectorAll('svg path.bars').length") == 4
         top = page.run("return document.querySelector('#first svg').getBoundingClientRect().top")
         assert top < 300, "the reward is not on the first screen"
+
+        assert page.run(f"return {ess}.querySelectorAll('line.off-policy').length") == 1
+        assert "replay 1: policy.optimizer.lr=0.003; weights differ from step 4" in page.run(
+            f"return {ess}.querySelector('.legend').innerText"
+        ).split("\n")
+        page.run(f"{ess}.querySelector('svg').focus()")
+        for _ in range(8):  # from step 12 to step 5
+            page.press("ArrowLeft")
+        tip = page.run(f"return {ess}.querySelector('.tip').innerText")
+        assert "step 5" in tip
+        assert "samples of replay 1 off-policy from here on" in tip
 
         page.run("document.querySelector('#first svg').focus()")
         page.press("ArrowLeft")

@@ -1,5 +1,6 @@
 """The models that the examples prepare, and the run that the demo is compared with."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -44,6 +45,21 @@ def test_the_run_beside_the_demo_differs_from_it_in_one_control_alone():
     run = read_run(folder)
     assert [row["step"] for row in run.rows] == list(range(1, demo["run"]["steps"] + 1))
     assert run.summary.after < 0.5 * run.summary.before
+
+
+def test_the_what_if_page_and_its_figure_are_made_from_their_stored_numbers(tmp_path):
+    script = runpy.run_path(str(EXAMPLES / "arithmetic" / "what_if.py"))
+    numbers = json.loads(script["NUMBERS"].read_text())
+    assert script["page"](numbers) == script["PAGE"].read_text()
+    script["draw"](numbers, tmp_path / "what_if.svg")
+    assert (tmp_path / "what_if.svg").read_bytes() == script["FIGURE"].read_bytes()
+    # The settings of the run differ from the demo's in what its commands name.
+    demo = load(EXAMPLES / "arithmetic_cpu.yaml")
+    without = load(EXAMPLES / "arithmetic_cpu.yaml", [script["WITHOUT"], *script["SETTINGS"]])
+    control = load(EXAMPLES / "arithmetic_cpu.yaml", [script["CONTROL"]])
+    assert control.controls == demo.controls
+    assert without.controls == demo.controls[:1]
+    assert without.policy.optimizer.lr == demo.policy.optimizer.lr
 
 
 def test_the_readme_s_curve_is_drawn_from_its_stored_rewards(tmp_path):

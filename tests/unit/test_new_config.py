@@ -207,6 +207,7 @@ def other_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     row = {"prompt": "1+1=", "answer": "2", "tests": ["assert f(1) == 2"], "task": 0}
+    row["entry"] = {"task": "chain_sum", "options": {}, "metadata": {}, "answer": "2"}
     row |= {"numbers": [1, 1], "target": 2}
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
     (write_model(tmp_path / "model") / "chat_template.jinja").write_text(CHAT)
@@ -250,6 +251,8 @@ ANSWERS = [
 def test_mar_plan_accepts_the_file_of_every_reward(other_options, answer, template, tmp_path):
     if not template:
         (tmp_path / "model" / "chat_template.jinja").unlink()
+    if answer == "reasoning_gym":
+        pytest.importorskip(answer)
     if answer == "code":  # this machine may not have a sandbox
         other_options += ["--setting", "isolation=rlimits"]
     # Trials do not depend on the template, so only one answer is also tried without it.
@@ -688,3 +691,20 @@ def test_an_existing_file_is_not_overwritten(tmp_path):
     assert out.read_text() == "mine"
     code, output = run("init", out)  # before anything is requested
     assert (code, "already exists" in output, "Model" in output) == (2, True, False)
+
+
+def test_a_task_has_its_own_reward_and_held_out_questions(other_options, monkeypatch, tmp_path):
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    task = "reasoning_gym:chain_sum"
+    given = ["--model", "model", "--data", task, "--gpus", "0", "--style", "clipped"]
+    code, output = run("init", "run.yaml", *given, "--as-chat", "--eval", "10%")
+    assert code == 2
+    assert f"{task} is not a file that can be split" in output
+    assert f"fix: write {task} for its held-out questions" in output
+    code, output = run("init", "run.yaml", *given, "--as-chat")
+    assert f"note: --eval {task} by default\nnote: --reward reasoning_gym by default\n" in output
+    # The files of a task are named, and the prompts are too long for this model.
+    assert code == 2
+    assert "/reasoning_gym/chain_sum-" in output
+    assert "tokens, and the limit is" in output

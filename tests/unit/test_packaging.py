@@ -288,7 +288,7 @@ def test_a_gpu_version_is_the_same_wherever_it_is_named(file: str) -> None:
 def test_locked_versions_lie_in_the_ranges_that_the_wheel_asks_for(installed: Path) -> None:
     (metadata,) = installed.glob("megatron_async_rl-*.dist-info")
     asked = [Requirement(one) for one in importlib.metadata.Distribution.at(metadata).requires]
-    assert not unfulfilled(asked, locked("gpu.txt", "dev.txt", "cpu.txt"))
+    assert not unfulfilled(asked, locked("gpu.txt", "dev.txt", "tasks.txt", "cpu.txt"))
 
 
 def test_a_package_of_the_cpu_lock_finds_there_what_it_asks_for() -> None:

@@ -56,7 +56,7 @@ PAGES = [
 ] + sorted((ROOT / "docs").glob("*.md"))
 SECTIONS = "|".join(Config.model_fields)
 
-MEANT = {"N": "1", "K": "1", "N,N": "64", "RUN...": "OTHER_RUN", "key=value": ""}
+MEANT = {"N": "1", "K": "1", "N,N": "64", "STEP": "4", "RUN...": "OTHER_RUN", "key=value": ""}
 """Words of a synopsis, and one of the things they stand for."""
 A_RUN = {"40": "4", "20": "0"}
 """Steps and versions of runs on pages, and of RUN here."""

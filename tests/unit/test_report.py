@@ -27,7 +27,8 @@ from megatron_async_rl.report.page import _wrong, page_of, tables_of
 from megatron_async_rl.report.panel import POINTS
 from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.report import tick, write_report
-from megatron_async_rl.report.run_data import ReportError, read_run, span, timeline_window
+from megatron_async_rl.report.run_data import ReportError, read_run, span
+from megatron_async_rl.report.timeline_window import timeline_window
 from megatron_async_rl.watchdog.events import Event, Status, write_status
 
 CONFIG = {

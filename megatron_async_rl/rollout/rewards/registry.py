@@ -43,6 +43,7 @@ BUILT_IN = {
     "http": "servers",
     "judge": "servers",
     "environment": "answers",
+    "reasoning_gym": "tasks",
 }
 """Name of a built-in reward -> module of this package whose `REWARDS` contains it."""
 

@@ -1,0 +1,362 @@
+"""Tasks of reasoning-gym as data: `reasoning_gym:TASK` in place of a file.
+
+    name and settings --> questions, drawn once --> two files of rows --> read like any other data
+
+Invariants:
+- the same task, settings and version of reasoning-gym give the same rows, in every process and on
+  every node;
+- training and held-out rows of a task have no question in common, and no question comes twice. The
+  held-out rows come first in the generator's sequence, so they do not depend on the number of
+  training rows;
+- a row's entry is scored as its generator scores it: an entry that JSON would change is refused;
+- files appear complete or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from megatron_async_rl.config.data import (
+    TASK_PREFIX,
+    FileConfig,
+    GenerateConfig,
+    SourceConfig,
+    is_task,
+)
+from megatron_async_rl.config.problem import UserError, number_of, suggestion
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.data.files import count_rows
+from megatron_async_rl.data.task_entries import PACKAGE, dataset_of, entry_of
+
+TRAINING, HELD_OUT = "train.jsonl", "test.jsonl"
+"""Names of the files. Their words are those of splits, so that held-out rows cannot be trained."""
+DRAWS = 4
+"""Largest number of questions that are drawn for each row, because a simple task repeats them."""
+CHILD = f"from {__name__} import print_rows; print_rows()"
+
+
+def with_generated(config: Config) -> tuple[Config, list[str]]:
+    """Return `config` with a local file for each name of a task, and a report of one line for each.
+    The files are generated unless the cache has them. Raises UserError for an unknown task or
+    option, and if reasoning-gym is not installed."""
+    notes: list[str] = []
+    data = config.data
+
+    def place(key: str, path: Path, own: GenerateConfig | None, file: str) -> Path:
+        settings = own or data.generate or GenerateConfig()
+        # The section with the settings, which messages name.
+        inherited = own is None and data.generate is not None
+        section = "data" if inherited else _section_of(key)
+        task = str(path).removeprefix(TASK_PREFIX)
+        local = _folder(key, section, task, settings) / file
+        wanted = settings.size if file == TRAINING else settings.held_out
+        rows = count_rows(local)
+        # Fewer rows are not an error: a simple task has only so many questions.
+        draws = DRAWS * (settings.size + settings.held_out)
+        fewer = f", {rows} rows: {draws} draws gave no more different questions"
+        fewer = fewer if rows < wanted else ""
+        notes.append(f"{key}: {path} is {local}{fewer}")
+        return local
+
+    def placed[File: FileConfig](key: str, one: File, file: str) -> File:
+        if not is_task(one.path):
+            return one
+        changes: dict[str, Any] = {
+            "path": place(f"{key}.path", one.path, one.generate, file),
+            "generate": None,
+        }
+        if isinstance(one, SourceConfig):
+            # The files of all tasks have one name, and the labels of sources must differ.
+            changes["name"] = one.label
+        return one.model_copy(update=changes)
+
+    changed: dict[str, Any] = {}
+    if is_task(data.train):
+        changed["train"] = place("data.train", data.train, None, TRAINING)
+    if is_task(data.eval):
+        changed["eval"] = place("data.eval", data.eval, None, HELD_OUT)
+    if any(is_task(one.path) for one in data.sources):
+        changed["sources"] = tuple(
+            placed(f"data.sources.{index}", one, TRAINING) for index, one in enumerate(data.sources)
+        )
+    result: dict[str, Any] = {}
+    evaluation = config.eval
+    if evaluation is not None and any(is_task(one.path) for one in evaluation.sets):
+        sets = tuple(
+            placed(f"eval.sets.{index}", one, HELD_OUT) for index, one in enumerate(evaluation.sets)
+        )
+        result["eval"] = evaluation.model_copy(update={"sets": sets})
+    if changed or result:
+        # The files are the result of `generate`, which has no effect on files.
+        result["data"] = data.model_copy(update={**changed, "generate": None})
+    return (config.model_copy(update=result) if result else config), notes
+
+
+def task_file(key: str, name: Path, settings: GenerateConfig, *, held_out: bool = False) -> Path:
+    """Return the file with the rows of the task `name`. Errors: see `with_generated`."""
+    task = str(name).removeprefix(TASK_PREFIX)
+    return _folder(key, _section_of(key), task, settings) / (HELD_OUT if held_out else TRAINING)
+
+
+def _folder(key: str, section: str, task: str, settings: GenerateConfig) -> Path:
+    """Return the folder with the two files of a task. `section`: key of the section with the
+    settings."""
+    options = _options(key, section, task, settings)
+    version = importlib.metadata.version(PACKAGE.replace("_", "-"))
+    # Everything that determines the rows is in the name, so a file is never out of date.
+    identity = json.dumps(
+        [version, task, options, settings.seed, settings.size, settings.held_out], sort_keys=True
+    )
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "megatron_async_rl" / PACKAGE / f"{task}-{digest}"
+    if not folder.is_dir():
+        _write(key, section, task, options, settings, folder)
+    return folder
+
+
+def _options(key: str, section: str, task: str, settings: GenerateConfig) -> dict[str, Any]:
+    """Return the generator's options: those of the level, changed by the user's."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise UserError.of(
+            key,
+            f"{TASK_PREFIX}{task} needs the package reasoning-gym",
+            "install it: pip install 'megatron_async_rl[tasks]'",
+        )
+    from reasoning_gym import factory
+
+    if task not in factory.DATASETS:
+        hint = suggestion(task, factory.DATASETS)
+        raise UserError.of(
+            key,
+            f"reasoning-gym has no task {task!r}",
+            hint.strip() or f"name one of {', '.join(sorted(factory.DATASETS))}",
+        )
+    names = [one.name for one in dataclasses.fields(factory.DATASETS[task][1])]
+    # `size` and `seed` are settings of their own.
+    known = [one for one in names if one not in ("size", "seed")]
+    unknown = next((one for one in settings.options if one not in known), None)
+    if unknown is not None:
+        raise UserError.of(
+            f"{section}.generate.options.{unknown}",
+            f"{task} has no option {unknown!r}",
+            f"{suggestion(unknown, known)}its options are {', '.join(known)}",
+        )
+    return {**_of_level(section, task, settings.level), **settings.options}
+
+
+def _of_level(section: str, task: str, level: int | None) -> dict[str, Any]:
+    """Return the options of a level of the task's curriculum."""
+    from reasoning_gym import factory
+    from reasoning_gym.coaching import RangeAttributeDefinition
+
+    if level is None:
+        return {}
+    if task not in factory.CURRICULA:
+        what = f"{task} has no levels"
+        raise UserError.of(f"{section}.generate.level", what, "remove level, and set options")
+    curriculum = factory.create_curriculum(task)
+    highest = max(len(one.levels) for one in curriculum.attributes.values()) - 1
+    if level > highest:
+        what = f"the highest level of {task} is {highest}"
+        raise UserError.of(f"{section}.generate.level", what, f"set it to {highest} or less")
+    curriculum.set_global_level(level)
+    made = curriculum.generate_configuration()
+    # Only the options that the curriculum sets: others may be objects that JSON lacks.
+    names = [
+        name
+        for one in curriculum.attributes.values()
+        for name in (
+            (one.lower_field_name, one.upper_field_name)
+            if isinstance(one, RangeAttributeDefinition)
+            else (one.field_name,)
+        )
+    ]
+    return {name: getattr(made, name) for name in names}
+
+
+def _section_of(key: str) -> str:
+    """Return the section whose `generate` belongs to the data that `key` names."""
+    return "data" if key in ("data.train", "data.eval") else key.removesuffix(".path")
+
+
+def _write(
+    key: str,
+    section: str,
+    task: str,
+    options: Mapping[str, Any],
+    settings: GenerateConfig,
+    folder: Path,
+) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    rows = _rows_of_child(key, section, task, options, settings)
+    console = Console(stderr=True)
+    # Some generators need a second for each question.
+    progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+    with (
+        tempfile.TemporaryDirectory(dir=folder.parent) as temporary,
+        contextlib.closing(rows),
+        progress,
+    ):
+        shown = progress.add_task(f"generating {task}", total=settings.size + settings.held_out)
+        made = Path(temporary) / folder.name
+        made.mkdir()
+        counts = dict.fromkeys((HELD_OUT, TRAINING), 0)
+        for name, wanted in ((HELD_OUT, settings.held_out), (TRAINING, settings.size)):
+            with open(made / name, "w", encoding="utf-8") as file:
+                while counts[name] < wanted and (row := next(rows, None)) is not None:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    counts[name] += 1
+                    progress.advance(shown)
+        if not counts[TRAINING]:
+            found = number_of("different question", counts[HELD_OUT])
+            draws = DRAWS * (settings.size + settings.held_out)
+            what = f"{draws} draws of {task} gave only {found}, and all are held out"
+            fix = f"lower {section}.generate.held_out, or set options with more questions"
+            raise UserError.of(key, what, fix)
+        try:
+            # Atomic: another process may generate the same rows at the same time.
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+
+
+def _rows_of_child(
+    key: str, section: str, task: str, options: Mapping[str, Any], settings: GenerateConfig
+) -> Generator[dict[str, Any]]:
+    """Yield the rows of `_rows`, computed in a child process. Raises UserError as it does, and if
+    the child is killed."""
+    request = json.dumps([key, section, task, options, settings.model_dump(mode="json")])
+    # Some generators iterate over sets of text, whose order depends on the seed of the hashes, and
+    # an interpreter takes this seed only when it starts.
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        encoding="utf-8",
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its code is reported below
+                child.stdin.write(request)
+                child.stdin.close()
+            for line in child.stdout:
+                row = json.loads(line)
+                if "fix" in row:
+                    raise UserError.of(**row)
+                yield row
+            code = child.wait()
+        finally:
+            # Enough rows were read, or the caller was interrupted.
+            child.kill()
+    if code:
+        what = f"the process that generates the questions of {task} ended with exit code {code}"
+        raise UserError.of(key, what, "see its output above; a negative code is a signal")
+
+
+def print_rows() -> None:
+    """Print the rows of the request on standard input as lines of JSON. A line with `fix` is a
+    UserError."""
+    # Ctrl-C also reaches the parent, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    key, section, task, options, settings = json.load(sys.stdin)
+    lines = sys.stdout
+    # Some generators print.
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        try:
+            for row in _rows(key, section, task, options, GenerateConfig(**settings)):
+                print(json.dumps(row), file=lines)
+        except UserError as error:
+            (problem,) = error.problems
+            print(
+                json.dumps({"key": problem.key, "what": problem.what, "fix": problem.fix}),
+                file=lines,
+            )
+
+
+def _rows(
+    key: str, section: str, task: str, options: Mapping[str, Any], settings: GenerateConfig
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each different question of the task, at most DRAWS times as many draws as
+    requested rows."""
+    count = DRAWS * (settings.size + settings.held_out)
+    # Some levels of the library have options that its own generators refuse.
+    of_level = settings.level is not None
+    blamed = f"{section}.generate.{'level' if of_level else 'options'}"
+    used = f"the options of level {settings.level}" if of_level else "its options"
+    try:
+        dataset = dataset_of(task, options, size=count, seed=settings.seed)
+    # Generators check their options with assertions and exceptions of any kind.
+    except Exception as error:
+        what = f"{task} refuses {used}: {_text_of(error)}"
+        fix = "name another level, or correct the options" if of_level else "correct the options"
+        raise UserError.of(blamed, what, fix) from error
+    seen = set[str]()
+    for index in range(count):
+        try:
+            entry = dataset[index]
+        except IndexError:
+            return
+        except Exception as error:
+            what = f"{task} cannot make question {index}: {_text_of(error)}"
+            fix = "name another level, or change the options" if of_level else "change the options"
+            raise UserError.of(blamed, what, fix) from error
+        if entry["question"] in seen:
+            continue
+        seen.add(entry["question"])
+        yield _row(key, task, options, index, entry, dataset.score_answer)
+
+
+def _text_of(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _row(
+    key: str,
+    task: str,
+    options: Mapping[str, Any],
+    index: int,
+    entry: Mapping[str, Any],
+    score: Callable[..., float],
+) -> dict[str, Any]:
+    stored = {name: value for name, value in entry.items() if name != "question"}
+    stored |= {"task": task, "options": dict(options), "tuples": False}
+    row = {"id": f"{task}-{index}", "prompt": entry["question"], "task": task, "entry": stored}
+    # Some tasks accept any valid solution and have no answer of their own.
+    if entry["answer"] is None:
+        return row
+    row["answer"] = str(entry["answer"])
+    why = "JSON changes how it is scored"
+    try:
+        expected = score(entry["answer"], dict(entry))
+        for tuples in (False, True):
+            stored["tuples"] = tuples
+            # The entry as a run reads it: scored otherwise, it would train on other rewards.
+            text = json.dumps(stored, allow_nan=False)
+            if score(entry["answer"], entry_of(json.loads(text))) == expected:
+                return row
+    # A scorer may raise anything, and an entry may contain any object.
+    except Exception as error:  # noqa: BLE001 - reported below
+        why = f"{type(error).__name__}: {error}"
+    what = f"question {index} of {task} cannot be stored: {why}"
+    raise UserError.of(key, what, "change the seed or the options, or use another task")
