@@ -1,5 +1,5 @@
 """Checks of every batch during training: bookkeeping of tokens and repeated responses. They cost
-less than 1 % of a step (benchmarks/running_checks.py).
+about 1 % of the demo's step (benchmarks/running_checks.py).
 
 Invariants:
 - a quantity without data is left out, never 0: given responses have no engine;
