@@ -67,7 +67,7 @@ class FakeRank0:
     def state(self):
         return {}, {}
 
-    def log(self, batch, metrics):
+    def log(self, batch, metrics, lag0):
         self.logged.append(metrics)
 
     def set_status(self, *words):
