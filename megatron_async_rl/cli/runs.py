@@ -349,7 +349,7 @@ def replay(
     first: Annotated[
         int | None,
         typer.Option(
-            "--from", min=1, metavar="STEP", help="First step; default: the oldest in the log."
+            "--from", min=1, metavar="STEP", help="First step; default: the first possible."
         ),
     ] = None,
     steps: Annotated[

@@ -158,8 +158,8 @@ def test_a_config_gets_files_instead_of_tasks(tmp_path, cache) -> None:
     assert config.data.train.is_relative_to(cache)
     assert (config.data.train.name, config.data.eval.name) == ("train.jsonl", "test.jsonl")
     assert notes == [
-        f"data.train: reasoning_gym:chain_sum is {config.data.train}, 100 rows instead of 1000: 4400"
-        " draws gave no more different questions",
+        f"data.train: reasoning_gym:chain_sum is {config.data.train}, 100 rows instead of 1000:"
+        " 4400 draws gave no more different questions",
         f"data.eval: reasoning_gym:chain_sum is {config.data.eval}",
     ]
     # A configuration of files alone is not changed.
