@@ -22,7 +22,7 @@ class FakePolicy:
             steps=0, updates=0, nonfinite=0, nonfinite_in_a_row=0, nonfinite_ids=["p-1"]
         )
         self.saved, self.proven = [], []
-        self.memory = self.mean_loss = None
+        self.memory = self.mean_loss = self.lag0 = None
         self.references = SimpleNamespace(oldest=lambda version: version)
         self.model = SimpleNamespace(bridge=None, chunks=None)
 
