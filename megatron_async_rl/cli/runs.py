@@ -349,7 +349,7 @@ def replay(
     first: Annotated[
         int | None,
         typer.Option(
-            "--from", min=1, metavar="STEP", help="First step; default: the oldest possible."
+            "--from", min=1, metavar="STEP", help="First step; default: the first possible."
         ),
     ] = None,
     steps: Annotated[
@@ -372,9 +372,9 @@ def replay(
         bool, typer.Option("--save", help="Write a checkpoint of the last step, for `mar eval`.")
     ] = False,
 ) -> None:
-    """Repeat steps of a run on its recorded samples, with the trainer alone, and compare the
-    weights bit by bit. KEY=VALUE changes settings of the trainer: a what-if analysis. Exit code 1
-    if a step differs although no setting was changed."""
+    """Repeat the optimizer steps of a run on its recorded samples, with the trainer alone, and
+    compare the weights bit by bit. KEY=VALUE changes settings of the trainer: a what-if analysis.
+    Exit code 1 if a step differs although no setting was changed."""
     from megatron_async_rl.replay.repetition import replay as repeat
     from megatron_async_rl.replay.replay_plan import plan_replay
 

@@ -346,14 +346,16 @@ def verify(
     as_json: Annotated[
         str | None,
         typer.Option(
-            "--json", metavar="FILE", help="Also write the scorecard as JSON; `-`: print only that."
+            "--json",
+            metavar="FILE",
+            help="Also write the scorecard as JSON; `-`: print only the JSON.",
         ),
     ] = None,
 ) -> None:
     """Check the records of a run: weights, log-probs, tokens, rewards, data and arithmetic. Writes
     RUN/verify.json, which the report shows. With --numerics, check a config before its run: start
-    its trainer and engines, publish weights, sample canary prompts and compare. Exit code 1 if a
-    row fails."""
+    its trainer and engines, sample a few prompts, and compare log-probs and weights. KEY=VALUE
+    needs --numerics. Exit code 1 if a row fails."""
     from megatron_async_rl.cli.runs import compare_numerics
     from megatron_async_rl.verify.verified_run import verify_run
 

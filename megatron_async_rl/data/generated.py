@@ -69,7 +69,7 @@ def with_generated(config: Config) -> tuple[Config, list[str]]:
         rows = count_rows(local)
         # Fewer rows are not an error: a simple task has only so many questions.
         draws = DRAWS * (settings.size + settings.held_out)
-        fewer = f", {rows} rows: {draws} draws gave no more different questions"
+        fewer = f", {rows} rows instead of {wanted}: {draws} draws gave no more different questions"
         fewer = fewer if rows < wanted else ""
         notes.append(f"{key}: {path} is {local}{fewer}")
         return local
@@ -170,7 +170,9 @@ def _of_level(section: str, task: str, level: int | None) -> dict[str, Any]:
         return {}
     if task not in factory.CURRICULA:
         what = f"{task} has no levels"
-        raise UserError.of(f"{section}.generate.level", what, "remove level, and set options")
+        raise UserError.of(
+            f"{section}.generate.level", what, "remove level, and set options instead"
+        )
     curriculum = factory.create_curriculum(task)
     highest = max(len(one.levels) for one in curriculum.attributes.values()) - 1
     if level > highest:
@@ -228,7 +230,7 @@ def _write(
             found = number_of("different question", counts[HELD_OUT])
             draws = DRAWS * (settings.size + settings.held_out)
             what = f"{draws} draws of {task} gave only {found}, and all are held out"
-            fix = f"lower {section}.generate.held_out, or set options with more questions"
+            fix = f"lower {section}.generate.held_out, or set options that give more questions"
             raise UserError.of(key, what, fix)
         try:
             # Atomic: another process may generate the same rows at the same time.
@@ -271,7 +273,9 @@ def _rows_of_child(
             child.kill()
     if code:
         what = f"the process that generates the questions of {task} ended with exit code {code}"
-        raise UserError.of(key, what, "see its output above; a negative code is a signal")
+        raise UserError.of(
+            key, what, "read its output above; a negative code is the number of a signal"
+        )
 
 
 def print_rows() -> None:
@@ -318,7 +322,7 @@ def _rows(
         except IndexError:
             return
         except Exception as error:
-            what = f"{task} cannot make question {index}: {_text_of(error)}"
+            what = f"{task} cannot generate question {index}: {_text_of(error)}"
             fix = "name another level, or change the options" if of_level else "change the options"
             raise UserError.of(blamed, what, fix) from error
         if entry["question"] in seen:

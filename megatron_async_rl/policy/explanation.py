@@ -1,4 +1,4 @@
-"""Explanation of one step's gradient: which samples, groups, tokens and parameters made it.
+"""Explanation of one step's gradient: the samples, groups, tokens and parameters that made it.
 
     g = sum_i g_i                   gradient of the step before the controls; g_i: of sample i
     share of sample i = <g_i, g> / |g|^2       sums to 1; negative: it opposes the other samples
@@ -11,7 +11,8 @@ p_v. dL / d logp contains advantage, ratio, corrections and the denominator of t
 
 Each g_i is a pass of its own (part_gradients.py), so an explanation takes about as many passes as
 there are samples that contribute. Samples without any derivative contribute exactly 0 and have no
-pass. What no sample makes (the load balancing of experts) is 1 minus the sum of the shares.
+pass. The part that no sample makes (the load balancing of experts) has the share 1 minus the sum of
+the samples' shares.
 
 Invariants:
 - the step afterwards has the same bits as without an explanation;

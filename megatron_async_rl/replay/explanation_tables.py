@@ -41,7 +41,9 @@ def show_explanation(config: Config, console: Console) -> None:
     except FileNotFoundError:
         assert config.run.replay is not None
         step = config.run.replay.last
-        _print(console, f"step {step} made no optimizer step: its batch has nothing to learn from")
+        _print(
+            console, f"step {step} has no gradient to explain: its batch has nothing to learn from"
+        )
         return
     decode = _decoder(config.model.path)
     if decode is None:
@@ -81,7 +83,7 @@ def _show_update(update: Mapping[str, Any], console: Console) -> None:
     _print(console, f"norm {_number(update['norm'])}; largest shares of its square: {parameters}")
     rest = update["sum_of_shares"]
     if isinstance(rest, float) and abs(rest - 1.0) > 0.01 and update["norm"]:
-        _print(console, f"the samples together make {_percent(rest)} of it")
+        _print(console, f"the shares of all samples add up to {_percent(rest)}")
     texts = update["texts"]
     groups = _table("group", "samples", "reward", "norm", "share of norms", "share of gradient")
     for one in update["groups"][:SHOWN]:

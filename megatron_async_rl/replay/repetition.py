@@ -56,7 +56,7 @@ WITHOUT_ENGINES = (
     # The log already has the experts or not, whatever the replay's routing_replay is.
     "samples.experts=false",
 )
-"""Settings of a run that a replay does not use."""
+"""Overrides that turn off the parts of a run that a replay does not need."""
 COMPARED = {"policy/loss": 0.1, "policy/grad_norm": 1e-12}
 """Metrics compared if a replay has another layout or device, and the least value to which a
 difference is relative. A loss is a mean of terms of both signs, which may cancel to nearly 0; their
@@ -68,7 +68,7 @@ same numbers in another order."""
 
 @dataclass(kw_only=True)
 class Comparison:
-    """Repeated steps against the run's. Steps are those of metrics.jsonl."""
+    """Comparison of repeated steps with the run's. Steps are those of metrics.jsonl."""
 
     steps: int = 0
     identical: int = 0
@@ -181,7 +181,7 @@ def _config(plan: ReplayPlan, stretch: Stretch, run_dir: Path) -> Config:
         run=plan.run_dir,
         first=stretch.first,
         last=stretch.last,
-        # Of a later stretch, the checkpoint exists once the one before it has ended.
+        # The checkpoint of a later stretch exists once the stretch before it has ended.
         checkpoint=plan.checkpoint if stretch is plan.stretches[0] else None,
         save=plan.save or not last,
         explain=plan.explained is not None and last,
@@ -235,7 +235,10 @@ def _announce(plan: ReplayPlan, out: Path, console: Console) -> None:
     text = f"replaying steps {plan.first} to {plan.last} of {plan.run_dir}, from {begin}, in {out}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if plan.first < plan.requested:
-        note = f"note: no checkpoint of step {plan.requested - 1} was kept"
+        note = (
+            f"note: no checkpoint of step {plan.requested - 1} was kept, so the replay begins at"
+            f" step {plan.first}"
+        )
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     for stretch in plan.stretches:
         if stretch.start is not None and stretch.start.nodes > 1:
@@ -334,7 +337,7 @@ def _report(
         tolerance = TOLERANCES[config.model.dtype]
         worst = ", ".join(f"{name} {value:.1e}" for name, value in sorted(found.largest.items()))
         show(
-            "another layout or device adds in another order: largest relative differences are"
+            "another layout or device adds in another order: the largest relative differences are"
             f" {worst}; the tolerance is {tolerance:g}"
         )
         return int(missing > 0 or any(value > tolerance for value in found.largest.values()))
@@ -343,18 +346,18 @@ def _report(
 
 
 def _different_tensors(run_dir: Path, replay_dir: Path, step: int) -> str:
-    """Return which tensors differ after a step, as the rest of a sentence."""
+    """Return the tensors that differ after a step, as the rest of a sentence."""
     of_run, here = tensors_of_step(run_dir, step), tensors_of_step(replay_dir, step)
     different = [name for name in here if of_run.get(name) != here[name]]
     if not of_run or not different:
         return ""
-    more = f" and {len(different) - 1} others" if len(different) > 1 else ""
+    more = f" and {number_of('other', len(different) - 1)}" if len(different) > 1 else ""
     return f": tensor {different[0]}{more} of {len(here)}"
 
 
 def _same_arithmetic(plan: ReplayPlan, config: Config) -> bool:
-    """Return True if every step was to be repeated as it was made: no layout was changed, and the
-    device is the run's."""
+    """Return True if identical bits are expected: the user changed nothing, and the device is the
+    run's."""
     own = read_starts(config.run.dir)
     device = own[-1].device if own else ""
     return not plan.changes and all(

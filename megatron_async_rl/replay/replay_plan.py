@@ -1,4 +1,4 @@
-"""Steps that a replay repeats: which there are, where they begin, and with which settings.
+"""Plan of a replay: the steps to repeat, the checkpoint before them, and the settings of each.
 
 Invariant: every step has the settings of the start that made it.
 """
@@ -80,7 +80,7 @@ def plan_replay(
     save: bool = False,
 ) -> ReplayPlan:
     """Return the steps to repeat. first: null for the oldest that can be repeated; count: null for
-    all up to the last; explained: the only step that is requested, instead of both. Raises
+    all up to the last; explained: the step of --explain, instead of both. Raises
     UserError for a run that cannot be replayed from there, with what can be."""
     if explained is not None and (first is not None or count is not None):
         what = "repeats the steps up to its own from the nearest checkpoint"
@@ -151,7 +151,8 @@ class _ReplayableSteps:
 
 
 def _recorded_steps(run_dir: Path) -> _ReplayableSteps:
-    """Raises UserError for a run without a log or without a step."""
+    """Return the steps that can be repeated. Raises UserError for a run without a log or without a
+    step."""
     rows = read_newest(run_dir, 1)
     last, recorded = int(number(rows[-1], "step") or 0) if rows else 0, None
     if not load(run_dir / "config.yaml").supervised:

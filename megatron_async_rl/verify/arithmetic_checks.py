@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from megatron_async_rl.config.problem import number_of
 from megatron_async_rl.flow.staleness import max_lag
 from megatron_async_rl.metrics.log import MetricRow, number
 from megatron_async_rl.policy.learning_rate import learning_rate
@@ -26,15 +27,15 @@ from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
 TOLERANCE = 1e-6
 COUNTS, GENERATED, SCHEDULE = "denominators", "generated tokens", "learning rate"
 COUNT_BOUND = "trained tokens, rewards and lengths equal those of the log"
-GENERATED_BOUND = "at least the trained tokens; at most finished, in flight and aborted ones"
-LR_BOUND = "as scheduled"
+GENERATED_BOUND = "at least the trained tokens; at most those finished, in flight or aborted"
+LR_BOUND = "each step has the rate of the schedule"
 COUNT_REMEDY = (
-    "the loss was divided by other counts than its batch had: compare metrics.jsonl with"
+    "the loss was divided by other counts than those of its batch: compare metrics.jsonl with"
     " `mar samples RUN --step STEP` at the named steps"
 )
 GENERATED_REMEDY = (
-    "tokens were trained that no engine reported, or reported tokens vanished: check the engines'"
-    " logs and events for lost responses"
+    "engines reported fewer tokens than were trained on, or reported tokens were lost: check"
+    " events.jsonl and the engines' logs for lost responses"
 )
 LR_REMEDY = (
     "the optimizer used another learning rate than the config: check policy.optimizer and run.steps"
@@ -112,7 +113,7 @@ class TokenCounts(RunCheck):
             return absent(COUNTS, why, COUNT_BOUND, COUNT_REMEDY)
         value = f"{compared} of {len(self._lines)} steps compared"
         if wrong:
-            value = f"{wrong.count} differences; {value}"
+            value = f"{number_of('difference', wrong.count)}; {value}"
         return row(COUNTS, value, COUNT_BOUND, not wrong, COUNT_REMEDY, wrong.first)
 
     def _generated_row(self) -> ScorecardRow:
@@ -173,11 +174,11 @@ class LearningRates(RunCheck):
         expected = sum(rates) / each
         self._steps += 1
         if not math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=1e-15):
-            self._wrong.add(f"step {step}: {found:.6g}, and the schedule has {expected:.6g}")
+            self._wrong.add(f"step {step}: {found:.6g}, and the schedule gives {expected:.6g}")
 
     def result(self) -> Iterable[ScorecardRow]:
         if not self._steps:
-            why = "metrics have no policy/lr"
+            why = "metrics.jsonl has no policy/lr"
             if self._unknown:
                 why = "a resume changed the optimizer steps per batch"
             yield absent(SCHEDULE, why, LR_BOUND, LR_REMEDY)

@@ -5,7 +5,7 @@
     log-probs after an update  the same under changed weights, on the data's own prompts
     prefix cache               the same on prompts longer than a block of the cache
     sampling distribution      sampled tokens follow the trainer's distribution
-    seeds                      responses repeat no more often than their probabilities let expect
+    seeds                      responses repeat no more often than their probabilities explain
     tokens                     end of responses, log-probs and versions of trained tokens
     gradients                  every trainable parameter has one
 
@@ -28,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from megatron_async_rl.config.problem import number_of
 from megatron_async_rl.metrics.load_log import WeightLoad
 from megatron_async_rl.samples.bookkeeping import (
     SURPRISE,
@@ -87,11 +88,11 @@ def weights_row(
     if not compared and not wrong:
         return absent(name, "no version was loaded", bound, remedy)
     tensors = max((one.tensors for one in compared), default=0)
-    engines = len({one.engine for one in compared})
+    engines = number_of("engine", len({one.engine for one in compared}))
     value = (
-        f"{len(expected)} versions, {engines} engines, {tensors} tensors by {carrier}"
+        f"{number_of('version', len(expected))}, {engines}, {tensors} tensors by {carrier}"
         if not wrong
-        else f"{len(wrong)} differences"
+        else number_of("difference", len(wrong))
     )
     return row(name, value, bound, not wrong, remedy, wrong)
 
@@ -130,7 +131,7 @@ def logprob_row(
         listed = ", ".join(map(str, silent))
         return absent(name, f"engine {listed} sampled no response", "", remedy)
     value = f"mean |difference| {largest[0]:.2g} on {int(chosen.sum())} tokens"
-    bound = f"{largest[1]:.2g} = {FACTOR:g} roundings per layer"
+    bound = f"at most {largest[1]:.2g} ({FACTOR:g} roundings per layer)"
     return row(name, value, bound, not details, remedy, details)
 
 
@@ -147,7 +148,7 @@ def _cells(
 
 
 def of_another_distribution(name: str, renormalised: Sequence[str]) -> ScorecardRow:
-    """Return the row of log-probs that the two sides compute of different distributions."""
+    """Return the row of log-probs that the two sides compute for different distributions."""
     why = f"with {', '.join(renormalised)} the engines' log-probs are of another distribution"
     return absent(name, why, "", "see the row `sampling distribution`")
 
@@ -155,9 +156,10 @@ def of_another_distribution(name: str, renormalised: Sequence[str]) -> Scorecard
 def initial_row(samples: CanarySamples) -> ScorecardRow:
     """Return the row of the log-probs under the model's own weights."""
     remedy = (
-        "the two sides compute different probabilities with equal weights. All depths: temperature,"
-        " penalties or dtype of one side; growing with depth: positions, rope settings or the"
-        " attention's window; one engine: its software or device"
+        "trainer and engines compute different probabilities with equal weights. If all depths"
+        " differ, compare temperature, penalties and dtype; if the difference grows with depth,"
+        " positions, RoPE settings and the attention window; if one engine differs, its software"
+        " and device"
     )
     return logprob_row("log-probs", samples, samples.trained, remedy)
 
@@ -171,8 +173,8 @@ def updated_rows(
         "an engine samples with other weights than it loaded, such as copies in fused layers or"
         " captured graphs: compare rollout.vllm with its defaults, and set"
         " rollout.vllm.enforce_eager: true",
-        "keys and values of earlier weights were used: prefix caches must be reset or salted by"
-        " version at each update; set rollout.vllm.enable_prefix_caching: false until it passes",
+        "keys and values of earlier weights were used: each update must reset the prefix cache, or"
+        " salt it by version; set rollout.vllm.enable_prefix_caching: false until this row passes",
     )
     long = second.lengthened(prompts)[second.rows]
     if not long_prompt:
@@ -198,14 +200,14 @@ def sampling_row(
 ) -> ScorecardRow:
     """Return the row of the sampling distribution. renormalised: settings of the engines' sampling
     that the trainer's distribution does not have."""
-    name, bound = "sampling distribution", f"probability {SURPRISE:g}"
+    name, bound = "sampling distribution", f"probability at least {SURPRISE:g}"
     if renormalised:
         remedy = f"set {', '.join(one.partition(':')[0] for one in renormalised)} to the default"
         what = f"the engines sample with {', '.join(renormalised)}, which the trainer ignores"
         return row(name, "another distribution", bound, False, remedy, [what])
     if repeated.surprising:
-        why = "samples are not independent (seeds)"
-        return absent(name, why, bound, "repair the seeds, then check again")
+        why = "responses are not independent, see the row `seeds`"
+        return absent(name, why, bound, "fix the seeds, then check again")
     assert samples.first is not None
     statistic, freedom = chi_squared(samples, samples.first.first_token_logprobs)
     z = probability_score(samples)
@@ -223,7 +225,7 @@ def sampling_row(
             f" distribution, by {abs(z):.1f} standard deviations"
         )
     remedy = "the engines draw from another distribution than they report: " + SAME_SETTINGS
-    value = f"chi-squared {statistic:.1f} of {freedom}, score {z:+.1f}"
+    value = f"chi-squared {statistic:.1f} with {freedom} degrees of freedom, score {z:+.1f}"
     return row(name, value, bound, not details, remedy, details)
 
 
@@ -289,12 +291,12 @@ def probability_score(samples: CanarySamples) -> float:
 def seeds_row(samples: CanarySamples, repeated: Repetitions) -> ScorecardRow:
     """Return the row of repeated responses."""
     remedy = (
-        "responses of different requests draw the same random numbers: every response needs a seed"
-        " of its own, on every engine"
+        "different requests draw the same random numbers: give every response its own seed, on"
+        " every engine"
     )
     value = f"{repeated.count} repeated responses of {len(samples.length)}"
     # The smallest surprising count is the first failure.
-    bound = f"{repeated.expected:.2g} expected"
+    bound = f"about {repeated.expected:.4g} expected"
     details = _pairs(samples) if repeated.surprising else []
     return row("seeds", value, bound, not repeated.surprising, remedy, details)
 
@@ -322,7 +324,7 @@ def tokens_row(versions: Sequence[CanarySamples], ends: Collection[int]) -> Scor
         batch = record_batch(samples)
         other = (samples.versions != samples.version) & samples.trained
         counts: Mapping[str, NDArray[np.int64]] = {
-            "trained tokens after the end": trained_after_end(batch, ends),
+            "trained tokens after the end of the response": trained_after_end(batch, ends),
             "trained tokens without a log-prob": without_logprob(batch),
             "tokens of another version": np.bincount(
                 samples.rows[other], minlength=len(samples.length)
@@ -335,11 +337,11 @@ def tokens_row(versions: Sequence[CanarySamples], ends: Collection[int]) -> Scor
                 )
     total = sum(int(one.trained.sum()) for one in versions)
     remedy = (
-        "tokens that no policy chose enter the loss: check stop tokens, the loss mask of"
-        " rollout.environment, and the library versions"
+        "the loss contains tokens that the policy did not choose: check stop tokens, the loss mask"
+        " of rollout.environment, and the library versions"
     )
     value = f"{len(details)} faulty samples, {total} tokens"
-    return row("tokens", value, "0", not details, remedy, details)
+    return row("tokens", value, "0 faulty samples", not details, remedy, details)
 
 
 def record_batch(samples: CanarySamples) -> pa.RecordBatch:
@@ -367,8 +369,8 @@ def gradients_row(samples: CanarySamples) -> ScorecardRow:
         "these parameters are not learned: look for a detached tensor, a module that the forward"
         " pass does not use, or experts that no token reached"
     )
-    value = f"{len(names)} of {trainable} parameters without one"
-    return row("gradients", value, "0", not names, remedy, names)
+    value = f"{len(names)} of {trainable} parameters without a gradient"
+    return row("gradients", value, "0 parameters", not names, remedy, names)
 
 
 def repeated_responses(samples: CanarySamples) -> Repetitions:

@@ -1,4 +1,4 @@
-"""Part of the trainer's ranks in `mar verify CONFIG --numerics`: publish two versions, let engines
+"""Work of the trainer's ranks in `mar verify CONFIG --numerics`: publish two versions, let engines
 sample the canary prompts under each, and measure the policy on these samples.
 
     publish the model's weights --> canaries sampled --> scores, rounding, first tokens, gradients
@@ -8,7 +8,7 @@ Invariants:
 - nothing is trained: the optimizer makes no step, and no checkpoint is written;
 - publishing, engines, batches and device phases are those of a training run (train.py);
 - the engines finish sampling a version before the next one is published, so every sample has one
-  version; the verdicts are the launcher's (numerics.py).
+  version; the launcher computes the verdicts (numerics.py).
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class DataUnchanged(RunCheck):
         if now is not None and now != _digests(starts[-1].data["training"]):
             wrong.add("the training files differ from those of the last start")
         if wrong:
-            value = f"{wrong.count} differences; {value}"
+            value = f"{number_of('difference', wrong.count)}; {value}"
         yield row(UNCHANGED, value, UNCHANGED_BOUND, not wrong, UNCHANGED_REMEDY, wrong.first)
 
     def _now(self) -> Any:
@@ -129,7 +129,7 @@ class EpochUse(RunCheck):
             known = self._groups.get(group)
             if known is not None:
                 if known != digest:
-                    self._wrong.add(f"group {group} has samples of two prompts, one is {prompt}")
+                    self._wrong.add(f"group {group} has samples of two prompts, such as {prompt}")
                 continue
             self._groups[group] = digest
             if len(self._groups) > KNOWN_GROUPS:
@@ -139,7 +139,8 @@ class EpochUse(RunCheck):
             epoch = group // self._count
             used = self._epochs.setdefault(epoch, set())
             if digest in used:
-                self._wrong.add(f"row {prompt} occurs twice in epoch {epoch}, again as {group}")
+                what = f"row {prompt} occurs twice in epoch {epoch}, the second time in"
+                self._wrong.add(f"{what} group {group}")
             used.add(digest)
             # Groups in flight belong to two epochs at most.
             for old in [one for one in self._epochs if one < epoch - 1]:
@@ -151,7 +152,7 @@ class EpochUse(RunCheck):
             if not self._records.config.has_engines:
                 why = "a supervised run logs no samples"
             elif self._parts > 1:
-                why = f"a mixture of {self._parts} sources, whose epochs differ"
+                why = f"the data is a mixture of {self._parts} sources, whose epochs differ"
             elif not self._count:
                 why = "starts.jsonl has no number of rows"
             yield absent(USED, why, USED_BOUND, USED_REMEDY)

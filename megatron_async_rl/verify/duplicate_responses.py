@@ -111,7 +111,7 @@ class DuplicateResponses(RunCheck):
         ok = poisson_tail(found.count, mean) >= TAIL
         value = (
             f"{found.count} of {groups} groups have identical responses, expected at most"
-            f" {self._expected[name]:.3g}"
+            f" {self._expected[name]:.4g}"
         )
         total, squares = self._excess[name]
         # The sum is near a normal variable only if pairs are frequent.

@@ -18,7 +18,7 @@ NAME = "weights in engines"
 BOUND = "every load has the trainer's digest"
 REMEDY = (
     "do not use samples of that engine and version; check weights.transport and the engine's log,"
-    " and resume from a checkpoint before that version"
+    " and continue from a checkpoint before that version"
 )
 
 
@@ -60,7 +60,7 @@ class EngineLoads(RunCheck):
                     f" trainer's is {digest}"
                 )
         if not count:
-            why = "no loads.jsonl with digests: a version before this record made the run"
+            why = "no loads.jsonl with digests: an earlier version made the run"
             yield absent(NAME, why, BOUND, REMEDY)
             return
         value = (
@@ -70,5 +70,5 @@ class EngineLoads(RunCheck):
         if wrong:
             value = f"{wrong.count} of {value} differ"
         if unknown:
-            value += f"; {unknown} without a digest of the trainer"
+            value += f"; {unknown} that have no digest of the trainer"
         yield row(NAME, value, BOUND, not wrong, REMEDY, wrong.first)

@@ -27,7 +27,10 @@ MOVED, FINITE = "parameters that move", "finite gradients"
 MIN_CHANGES = 4
 MAX_IN_A_ROW, MAX_NONFINITE = 3, 0.01
 MOVED_BOUND = "every parameter changes"
-FINITE_BOUND = f"fewer than {MAX_IN_A_ROW} in a row and {MAX_NONFINITE:.0%} of steps not finite"
+FINITE_BOUND = (
+    f"fewer than {MAX_IN_A_ROW} steps in a row, and at most {MAX_NONFINITE:.0%} of all steps, are"
+    " not finite"
+)
 MOVED_REMEDY = (
     "the named parameters receive no gradient: check that they take part in the forward pass and"
     " are in the optimizer"
@@ -76,7 +79,9 @@ class MovedTensors(RunCheck):
             yield absent(MOVED, why, MOVED_BOUND, MOVED_REMEDY)
             return
         if changes < MIN_CHANGES:
-            why = f"{changes} steps with digests of tensors; {MIN_CHANGES} are needed"
+            why = (
+                f"weights.jsonl has {changes} steps that changed weights; {MIN_CHANGES} are needed"
+            )
             yield absent(MOVED, why, MOVED_BOUND, MOVED_REMEDY)
             return
         counted = [
@@ -117,14 +122,16 @@ class FiniteSteps(RunCheck):
         if new > 0:
             self._nonfinite += 1
             self._in_a_row += 1
-            self._wrong.add(f"step {row['step']}")
+            self._wrong.add(f"step {row['step']}: the loss or the gradient is not finite")
         else:
             self._in_a_row = 0
         self._longest = max(self._longest, self._in_a_row)
 
     def result(self) -> Iterable[ScorecardRow]:
         if not self._steps:
-            yield absent(FINITE, "metrics have no policy/nonfinite", FINITE_BOUND, FINITE_REMEDY)
+            yield absent(
+                FINITE, "metrics.jsonl has no policy/nonfinite", FINITE_BOUND, FINITE_REMEDY
+            )
             return
         few = self._nonfinite <= max(1, MAX_NONFINITE * self._steps)
         value = (

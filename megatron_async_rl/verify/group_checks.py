@@ -22,12 +22,13 @@ MIN_DROPPED = 0.05
 LENGTH_RATIO = 1.5
 MIN_RESPONSES = 32
 SIZE_REMEDY = (
-    "wrong sizes: a group lost samples, and its advantages have another baseline. Reward errors:"
-    " read logs/*.reward_errors.jsonl, and fix the reward or the named rows"
+    "a group of another size lost samples, so its advantages have another baseline: read"
+    " events.jsonl. If rewards failed, read logs/*.reward_errors.jsonl, and fix the reward or the"
+    " named rows"
 )
 DROP_REMEDY = (
-    "raise flow.async_ratio or the time limits, or set flow.late: wait: dropping by length biases"
-    " the policy towards the responses that are left"
+    "raise flow.async_ratio or the time limits, or set flow.late: wait. Dropping by length biases"
+    " the policy towards the remaining responses"
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async_rl.config.problem import number_of
 from megatron_async_rl.samples.frames import (
     FOLDER,
     SegmentBroken,
@@ -119,7 +120,8 @@ class LogIntegrity:
             )
         faults = self._faults
         value = (
-            f"{faults.count} faults; {self.samples:,} samples and {self._count:,} outcomes read"
+            f"{number_of('fault', faults.count)}; {self.samples:,} samples and {self._count:,}"
+            " outcomes read"
             if faults
             else f"{self.samples:,} samples, {self._count:,} outcomes"
         )
@@ -146,4 +148,4 @@ class LogIntegrity:
             except SegmentBroken:  # it is named already
                 continue
         gaps = gaps_in(numbers, first=first)
-        return f"outcomes {gaps} are missing" if gaps else "outcomes have the same number twice"
+        return f"outcomes {gaps} are missing" if gaps else "two outcomes have the same number"

@@ -158,7 +158,9 @@ class LogprobDifferences(RunCheck):
         value += f"; {self._fault}" * bool(self._fault)
         yield row(EVIDENCE, value, EVIDENCE_BOUND, True, EVIDENCE_REMEDY)
         yield self._mean_row()
-        yield self._cells_row("depth", self._by_depth.means(), lambda one: f"depth {2**one}")
+        yield self._cells_row(
+            "depth", self._by_depth.means(), lambda one: f"depths {2**one} to {2 ** (one + 1) - 1}"
+        )
         yield self._cells_row("engine", self._by_engine.means(), lambda one: f"engine {one}")
         yield self._cells_row("version", versions, lambda one: f"version {one}")
         yield self._trend_row(list(versions.values()))
@@ -191,7 +193,7 @@ class LogprobDifferences(RunCheck):
         limit = max(RATIO * typical, self._rounding)
         high = {key: mean for key, mean in cells.items() if not mean <= limit}
         worst = max(cells, key=lambda key: cells[key])
-        value = f"largest mean {cells[worst]:.2g} nats, of {name_of(worst)}; median {typical:.2g}"
+        value = f"largest mean {cells[worst]:.2g} nats ({name_of(worst)}); median {typical:.2g}"
         bound = f"at most {limit:.2g} nats ({RATIO:g} medians, or one rounding)"
         details = [f"{name_of(key)}: mean {mean:.2g} nats" for key, mean in high.items()]
         return row(NAMES[kind], value, bound, not high, REMEDIES[kind], details)

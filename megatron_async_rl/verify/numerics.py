@@ -6,7 +6,7 @@
 Invariants:
 - layout, engines, carrier, sampling settings and seed are the config's own;
 - nothing of the run that the config describes changes: the check has a directory of its own;
-- a check that could not be made is absent with the reason, also after an error that ended the run.
+- a row without data is absent with the reason, also after an error that ended the run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WITHOUT_TRAINING = (
     "observe.prometheus_port=null",
     "run.resume=never",
 )
-"""Settings of a run that the check does not use."""
+"""Overrides that turn off the parts of a run that the check does not need."""
 
 
 def numerics_overrides(config: Config) -> list[str]:
@@ -122,11 +122,11 @@ def numerics_scorecard(subject: str, config: Config) -> Scorecard:
 
 
 def _rows(config: Config, versions: Sequence[CanarySamples]) -> Iterator[ScorecardRow]:
-    """Yield all rows but that of the digests."""
+    """Yield all rows except that of the digests."""
     assert config.rollout is not None
     assert config.run.numerics is not None
     settings, sampling = config.run.numerics, config.rollout.sampling
-    remedy = f"see the reason in {config.run.dir / 'logs'}, and run the check again"
+    remedy = f"read the reason in {config.run.dir / 'logs'}, and run the check again"
     names = ("log-probs", "sampling distribution", "seeds", "tokens", "gradients")
     if not versions:
         for name in names:

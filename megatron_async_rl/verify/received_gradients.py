@@ -12,15 +12,15 @@ from megatron_async_rl.metrics.coverage_record import FILE, read_coverage
 from megatron_async_rl.verify.run_check import RunCheck
 from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
 
-RECEIVED, BOUND = "gradients received", "every trainable parameter has had one"
+RECEIVED, BOUND = "gradients received", "every trainable parameter has had a gradient"
 REMEDY = (
-    "the named parameters are not learned: look for a detached tensor or a module that the forward"
-    " pass does not use; of a mixture of experts, for experts that no token reached"
+    "the named parameters are not learned: look for a detached tensor, a module that the forward"
+    " pass does not use, or experts that no token reached"
 )
 
 
 class ReceivedGradients(RunCheck):
-    """Reads the file."""
+    """Reads without_gradient.json."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -33,7 +33,10 @@ class ReceivedGradients(RunCheck):
             yield absent(RECEIVED, why, BOUND, REMEDY)
             return
         if found is None:
-            why = f"the run has no {FILE}: fewer than five steps with a gradient"
+            why = (
+                f"no {FILE}: fewer than five steps had a gradient, or an earlier version made the"
+                " run"
+            )
             yield absent(RECEIVED, why, BOUND, REMEDY)
             return
         missing = found.parameters

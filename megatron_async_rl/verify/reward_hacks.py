@@ -43,7 +43,7 @@ HACKS, JUMPS = "rewarded responses", "reward jumps"
 HACK_BOUND = f"at most {SUSPICIOUS:.0%} suspicious in any window of {WINDOW}"
 HACK_REMEDY = (
     "read the named samples (`mar samples RUN`): the reward accepts a text that does not answer;"
-    " fix the reward and resume from a checkpoint before that"
+    " fix the reward and continue from a checkpoint before them"
 )
 JUMP_STEPS = 5
 JUMP_RISE, JUMP_LENGTH, JUMP_ENTROPY = 0.25, 0.6, 0.5

@@ -24,7 +24,7 @@ class RunRecords:
     """Records of a run besides metrics and samples.
 
     configs: the settings of each start, with the first step that it made, oldest first. digests: of
-    the weights after each step. running: a process has the run.
+    the weights after each step. running: a process uses the run directory.
     """
 
     run_dir: Path

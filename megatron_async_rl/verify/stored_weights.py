@@ -72,7 +72,7 @@ class StoredWeights(RunCheck):
 
 
 class WeightChain(RunCheck):
-    """Follows the digests from step to step, through starts and checkpoints."""
+    """Compares the digests from step to step, through starts and checkpoints."""
 
     def __init__(self, records: RunRecords) -> None:
         self._records = records
@@ -98,7 +98,7 @@ class WeightChain(RunCheck):
         # A skipped step changes nothing; any other digest means other weights.
         before = digests.get(step - 1)
         if row.get("policy/skipped") == 1 and before is not None and before != digests[step]:
-            self._wrong.add(f"step {step} was skipped, and its weights changed")
+            self._wrong.add(f"step {step} was skipped, but its weights changed")
 
     def result(self) -> Iterable[ScorecardRow]:
         records = self._records
@@ -141,7 +141,7 @@ class WeightChain(RunCheck):
             if start.weights != expected:
                 self._wrong.add(
                     f"the start at step {start.step} began with weights {start.weights}, and step"
-                    f" {start.step} had made {expected}"
+                    f" {start.step} had produced {expected}"
                 )
         return resumes
 

@@ -1,9 +1,9 @@
 """Weight versions of sampled tokens.
 
-Engines only load newer versions, so the versions of a response never fall; a sample trains the
-version after those that sampled it, and the staleness law bounds the age of its first token by
-ceil(flow.async_ratio). All three are guarantees, and the bound is 0 violations. With
-`selection: replay` the law bounds only the entry into the store, so ages have no bound.
+Engines only load newer versions, so the versions of a response never decrease; no token is newer
+than the version that trains on it, and the staleness law bounds the lag of a sample's first token
+by ceil(flow.async_ratio). All three are guarantees, and the bound is 0 violations. With
+`selection: replay` the law bounds only the entry into the store, so lags have no bound.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
 
 NAME = "in-flight updates"
 REMEDY = (
-    "weights of an engine went backwards, or a sample trained that was too old: check the events of"
-    " that engine and the run's flow settings"
+    "an engine loaded older weights, or a sample with too large a lag was trained on: read"
+    " events.jsonl, and compare the flow settings of the run's starts"
 )
 
 
 class TokenAges(RunCheck):
-    """Checks the order of versions along each response, and their age in training."""
+    """Checks the order of versions along each response, and their lag in training."""
 
     def __init__(self, records: RunRecords) -> None:
         self._records = records
@@ -68,23 +68,26 @@ class TokenAges(RunCheck):
         self._oldest = max(self._oldest, age)
         if facts.last > version:
             self._wrong.add(
-                f"sample {facts.id} trained version {version} with tokens of version {facts.last}"
+                f"sample {facts.id} has tokens of version {facts.last}, and version {version}"
+                " trained on it"
             )
         bound = max_lag(self._records.config_of(end.step).flow.async_ratio)
         if age > bound and not self._replays:
             self._wrong.add(
-                f"sample {facts.id} was {age} versions old at step {end.step}; at most {bound}"
+                f"sample {facts.id} had lag {age} at step {end.step}; the bound is {bound}"
             )
 
     def result(self) -> Iterable[ScorecardRow]:
-        bound = f"versions never fall; age at most {max_lag(self._records.config.flow.async_ratio)}"
+        bound = (
+            f"versions never decrease; lag at most {max_lag(self._records.config.flow.async_ratio)}"
+        )
         if self._replays:
-            bound = "versions never fall"
+            bound = "versions never decrease"
         if not self._samples:
             yield absent(NAME, "no samples were read", bound, REMEDY)
             return
         value = (
-            f"{self._mixed:,} of {self._samples:,} responses span versions; largest age"
+            f"{self._mixed:,} of {self._samples:,} responses span versions; largest lag"
             f" {self._oldest}"
         )
         if self._wrong:

@@ -248,7 +248,7 @@ def test_an_explained_step_keeps_its_bits_and_its_samples_add_up(
     resumed: Path, explained: tuple[Path, str]
 ) -> None:
     out, shown = explained
-    assert "note: no checkpoint of step 3 was kept\n2 steps, identical bits\n" in shown
+    assert "step 3 was kept, so the replay begins at step 3\n2 steps, identical bits\n" in shown
     content = json.loads((out / "explanation.json").read_text())
     (update,) = content["updates"]
     (row,) = [row for row in read_metrics(resumed) if row["step"] == content["step"] == 4]
@@ -345,7 +345,7 @@ def test_a_step_without_a_gradient_has_no_explanation(loop: OneProcess, tmp_path
     run_dir = run(loop, config, engines=Engines(prepare=prepare))
     code, shown = repeated(run_dir, explained=1, out=tmp_path / "own")
     assert code == 0
-    assert "step 1 made no optimizer step" in shown
+    assert "step 1 has no gradient to explain" in shown
 
 
 def test_only_a_recorded_step_is_explained(resumed: Path, tmp_path: Path) -> None:

@@ -158,8 +158,8 @@ def test_a_config_gets_files_instead_of_tasks(tmp_path, cache) -> None:
     assert config.data.train.is_relative_to(cache)
     assert (config.data.train.name, config.data.eval.name) == ("train.jsonl", "test.jsonl")
     assert notes == [
-        f"data.train: reasoning_gym:chain_sum is {config.data.train}, 100 rows: 4400 draws gave no"
-        " more different questions",
+        f"data.train: reasoning_gym:chain_sum is {config.data.train}, 100 rows instead of 1000:"
+        " 4400 draws gave no more different questions",
         f"data.eval: reasoning_gym:chain_sum is {config.data.eval}",
     ]
     # A configuration of files alone is not changed.
@@ -235,14 +235,14 @@ def test_bad_settings_are_refused_with_the_key_and_the_nearest_name() -> None:
             {"size": 1, "held_out": 200, "options": SUMS},
             "data.train",
             "804 draws of chain_sum gave only 197 different questions, and all are held out",
-            "lower data.generate.held_out, or set options with more questions",
+            "lower data.generate.held_out, or set options that give more questions",
         ),
         (
             "gsm_symbolic",
             {"level": 0},
             "data.generate.level",
             "gsm_symbolic has no levels",
-            "remove level, and set options",
+            "remove level, and set options instead",
         ),
     )
     for name, settings, key, what, fix in cases:

@@ -22,7 +22,7 @@ from megatron_async_rl.rollout.rewards.registry import BuiltInReward, ColumnErro
 from megatron_async_rl.samples.types import Prompt
 
 _log = logging.getLogger(__name__)
-MADE_BY = "use the rows of data.train: reasoning_gym:TASK"
+MADE_BY = "use the rows of `data.train: reasoning_gym:TASK`, which have this column"
 _TAG = re.compile(r"[A-Za-z][\w-]*")
 FORMULAS = {
     "countdown",
