@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -299,9 +300,21 @@ def compare(
             found.first_different = step
         for name, least in COMPARED.items():
             here, there = number(row, name), number(of_run.get(step, {}), name)
-            if here is not None and there is not None:
-                difference = abs(here - there) / max(abs(here), abs(there), least)
+            if here is not None or there is not None:
+                difference = _relative_difference(here, there, least)
                 found.largest[name] = max(found.largest.get(name, 0.0), difference)
+
+
+def _relative_difference(here: float | None, there: float | None, least: float) -> float:
+    """Return the relative difference of two numbers; infinite if exactly one of them is missing or
+    not finite, or if both are infinite with other signs."""
+    if here is None or there is None:
+        return math.inf
+    if math.isfinite(here) and math.isfinite(there):
+        return abs(here - there) / max(abs(here), abs(there), least)
+    # Their quotient is nan, which is never above a tolerance.
+    same = here == there or (math.isnan(here) and math.isnan(there))
+    return 0.0 if same else math.inf
 
 
 def _report(

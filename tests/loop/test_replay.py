@@ -432,3 +432,28 @@ def test_a_loss_whose_terms_cancel_is_within_the_tolerance_of_another_layout(
         found = Comparison()
         compare(found, tmp_path, of_run, [row(loss, norm)], {})
         assert tuple(found.largest.values()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("loss", "of_run", "within"),
+    [
+        (1.0, 1.0, True),
+        (math.nan, 1.0, False),
+        (math.inf, 1.0, False),
+        (-math.inf, math.inf, False),
+        (math.nan, math.nan, True),
+        (math.inf, math.inf, True),
+        (None, 1.0, False),
+        (1.0, None, False),
+        (None, None, True),
+    ],
+)
+def test_a_number_that_is_missing_or_not_finite_is_not_within_a_tolerance(
+    tmp_path: Path, loss: float | None, of_run: float | None, within: bool
+) -> None:
+    def row(value: float | None) -> dict[str, Any]:
+        return {"step": 1} | ({} if value is None else {"policy/loss": value})
+
+    found = Comparison()
+    compare(found, tmp_path, {1: row(of_run)}, [row(loss)], {})
+    assert all(value == 0.0 for value in found.largest.values()) == within
