@@ -141,6 +141,40 @@ def test_a_replay_that_ends_early_compares_what_it_made_and_fails(
     assert code == 130
     assert "4 steps were not repeated\n2 steps, identical bits\n" in shown
 
+    def fail(*_: Any) -> int:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(repetition, "launch", fail)
+    with pytest.raises(OSError, match="no space left"):
+        repeated(resumed)
+    newest = max((resumed / "replays").iterdir(), key=lambda path: int(path.name))
+    record = ReplayRecord.read(newest)
+    assert (record.steps, record.ended) == ([], True)
+
+
+def test_a_damaged_file_of_the_run_is_named_before_a_step_or_next_to_the_result(
+    resumed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(resumed, run_dir)
+    metrics, weights = run_dir / "metrics.jsonl", run_dir / "weights.jsonl"
+    whole = metrics.read_text()
+    lines = whole.splitlines(keepends=True)
+    metrics.write_text("".join(["{damaged\n", *lines[1:]]))
+    with monkeypatch.context() as patch:
+        patch.setattr(repetition, "launch", lambda *_: pytest.fail("a step was repeated"))
+        with pytest.raises(UserError, match=r"metrics\.jsonl:1"):
+            repeated(run_dir, first=6)
+    (digest,) = (json.loads(line)["weights"] for line in lines[5:])
+    metrics.write_text(whole.replace(digest, "0" * 16))
+    weights.write_text("{damaged\n")
+    code, shown = repeated(run_dir, first=6)
+    assert (code, shown.splitlines()[-1]) == (
+        1,
+        "step 6 is the first whose weights differ from the run's; the tensors that differ are"
+        f" unknown: {weights}:1 is damaged",
+    )
+
 
 def test_only_a_new_directory_takes_a_replay(resumed: Path, tmp_path: Path) -> None:
     for out in (resumed, resumed / "config.yaml"):
