@@ -381,6 +381,6 @@ def _same_arithmetic(plan: ReplayPlan, config: Config) -> bool:
     device is the run's."""
     own = read_starts(config.run.dir)
     device = own[-1].device if own else ""
-    return not plan.changes and all(
+    return plan.has_the_run_s_settings and all(
         one.start is None or one.start.device == device for one in plan.stretches
     )
