@@ -407,7 +407,7 @@ def _watch(
 ) -> tuple[int, stall.Stall | None]:
     """Watch the run. Return the exit code and, if the run stalled, the stall. `earlier`: status
     from before the ranks started; they may have written another one by now. `resumes`: False for a
-    replay, which begins anew."""
+    replay, which starts from its first step."""
     stops = 0
     failed_at = float("inf")
     events = EventReader(run_dir)
