@@ -122,7 +122,8 @@ class ReplaysReader:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
-        self._rows: dict[Path, _PartsReader] = {}
+        self._rows: dict[tuple[Path, ...], _PartsReader] = {}
+        """By the directories of the parts: another replay may have taken the same directory."""
 
     def fingerprint(self) -> Hashable:
         """Return a value that changes with the files of a shown replay."""
@@ -139,8 +140,8 @@ class ReplaysReader:
             at = int(path.name) - 1 if path.name.isdecimal() else place
             with suppress(UserError, OSError):
                 record = ReplayRecord.read(path)
-                parts = [path / part for part in record.parts]
-                reader = self._rows.setdefault(path, _PartsReader(parts))
+                parts = tuple(path / part for part in record.parts)
+                reader = self._rows.setdefault(parts, _PartsReader(parts))
                 found.append(
                     ReplayData(
                         number=path.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,16 @@ def test_a_growing_replay_changes_the_state_of_the_run(tmp_path: Path) -> None:
     assert len(reader.read().replays[0].rows) == 3
     seen.add(reader.fingerprint())
     assert len(seen) == 4
+
+
+def test_a_directory_that_another_replay_takes_has_the_curves_of_that_replay(
+    tmp_path: Path,
+) -> None:
+    run_dir = sampled_run(tmp_path / "demo", 8)
+    folder = replayed(run_dir, "1")
+    reader = RunReader(run_dir, alone=False)
+    assert len(reader.read().replays[0].rows) == 4
+    shutil.rmtree(folder)
+    write_steps(folder, range(3, 6))
+    ReplayRecord(run=run_dir, changes=[], first=3, last=5, parts=["."]).write(folder)
+    assert len(reader.read().replays[0].rows) == 3
