@@ -123,7 +123,7 @@ class ReplaysReader:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._rows: dict[tuple[Path, ...], _PartsReader] = {}
-        """By the directories of the parts: another replay may have taken the same directory."""
+        """Readers by directories of parts: another replay may have taken the same directory."""
 
     def fingerprint(self) -> Hashable:
         """Return a value that changes with the files of a shown replay."""
