@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import ray
 
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config, ReplayConfig
 from megatron_async_rl.data import (
     DataIdentity,
@@ -52,7 +53,8 @@ from megatron_async_rl.rollout.cluster import (
 )
 from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer, tool_schemas
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.recorded import RecordedBatches
+from megatron_async_rl.samples.frames import SegmentBroken
+from megatron_async_rl.samples.recorded import NotRecorded, RecordedBatches
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.watch import ray_get
@@ -295,7 +297,12 @@ class RecordedSteps:
     def next_batch(self, version: int) -> Handout | None:
         if self._stop.exists():
             return None
-        batch = self._ahead.result()
+        try:
+            batch = self._ahead.result()
+        except (NotRecorded, SegmentBroken) as error:
+            what = f"{error.path} {error.what}" if isinstance(error, SegmentBroken) else str(error)
+            fix = "replay the steps before (--steps), or those after a later checkpoint (--from)"
+            raise UserError.of(f"step {version + 1}", what, fix) from error
         # Batches are read in the order of steps, so another version means another start.
         if batch.version != version:
             raise ValueError(f"the batch of version {batch.version} was read for {version}")

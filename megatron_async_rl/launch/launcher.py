@@ -235,7 +235,15 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
             )
             with contextlib.closing(progress):
                 exit_code, stall_found = _watch(
-                    process, earlier, progress, watchdog, run_dir, console, nodes, interrupts
+                    process,
+                    earlier,
+                    progress,
+                    watchdog,
+                    run_dir,
+                    console,
+                    nodes,
+                    interrupts,
+                    resumes=config.run.replay is None,
                 )
             if exit_code == 1 and (failure := torchrun_failure(process, ranks.log)) is not None:
                 record_failure(run_dir, failure)
@@ -397,9 +405,12 @@ def _watch(
     console: Console,
     nodes: Nodes,
     interrupts: Sequence[int],
+    *,
+    resumes: bool = True,
 ) -> tuple[int, stall.Stall | None]:
     """Watch the run. Return the exit code and, if the run stalled, the stall. `earlier`: status
-    from before the ranks started; they may have written another one by now."""
+    from before the ranks started; they may have written another one by now. `resumes`: False for a
+    replay, which starts from its first step."""
     stops = 0
     failed_at = float("inf")
     events = EventReader(run_dir)
@@ -423,6 +434,8 @@ def _watch(
             if stops > 1:
                 console.print(
                     "Killed. The last checkpoint is intact; the same command resumes from it."
+                    if resumes
+                    else "Killed. A replay cannot be resumed; the same command starts a new one."
                 )
                 return INTERRUPTED, None
             # A file, because rank 0 may run on another machine with the same file system.

@@ -39,8 +39,8 @@ class ReplayedStep(BaseModel):
 class ReplayRecord(BaseModel):
     """A replay of the run in `run`. changes: settings that the user changed. first, last: steps to
     repeat. parts: directories with metrics, relative to the replay's, in order. first_different:
-    the step after which weights first differ; the samples of later steps come from another
-    policy."""
+    the step after which weights first differ; the samples of later steps come from another policy.
+    ended: `mar replay` has ended, maybe before its last step."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -50,6 +50,7 @@ class ReplayRecord(BaseModel):
     last: int
     parts: list[str]
     first_different: int | None = None
+    ended: bool = False
     steps: list[ReplayedStep] = []
 
     def write(self, replay_dir: Path) -> None:

@@ -11,8 +11,8 @@ p_v. dL / d logp contains advantage, ratio, corrections and the denominator of t
 
 Each g_i is a pass of its own (part_gradients.py), so an explanation takes about as many passes as
 there are samples that contribute. Samples without any derivative contribute exactly 0 and have no
-pass. The part that no sample makes (the load balancing of experts) has the share 1 minus the sum of
-the samples' shares.
+pass. Where passes differ (dropout of adapters, experts that a pass chooses), the shares of the
+samples add up to another number than 1.
 
 Invariants:
 - the step afterwards has the same bits as without an explanation;
@@ -110,6 +110,7 @@ class TokenDerivatives:
             sizes = derivative.double().abs() * spread
         largest = torch.topk(sizes.nan_to_num(nan=math.inf), min(TOKENS, len(sizes))).indices
         positions = micro_batch.owned_tokens.cpu().numpy() - self._samples.owned_starts[rows]
+        logp = outputs.logp.detach()
         self.recorded += [
             _TokenPart(
                 int(rows[token]),
@@ -117,7 +118,7 @@ class TokenDerivatives:
                 int(micro_batch.targets[token]),
                 float(derivative[token]),
                 float(sizes[token]),
-                float(outputs.logp[token]),
+                float(logp[token]),
             )
             for token in largest.tolist()
         ]

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -91,6 +92,9 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
     machine = this_machine()
     for stretch, config in zip(plan.stretches, configs, strict=True):
         _require_fitting(config, machine, stretch.start)
+    # Both are compared with the replay's, so damage is found before any step is repeated.
+    read_metrics(plan.run_dir)
+    digests_of_steps(plan.run_dir)
     _announce(plan, out, console)
     checkpoint, code, compared = plan.checkpoint, 0, Comparison()
     rows: list[MetricRow] = []
@@ -103,27 +107,31 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
     )
     # At once, because a dashboard of the run shows the replay while it trains.
     record.write(out)
-    for stretch, config in zip(plan.stretches, configs, strict=True):
-        assert config.run.replay is not None
-        begin = config.run.replay.model_copy(update={"checkpoint": checkpoint})
-        run = config.run.model_copy(update={"replay": begin})
-        code = _launch(config.model_copy(update={"run": run}), stretch, machine, console)
-        # Also after a failure: the steps before it are compared.
-        own = [row for row in read_metrics(run.dir) if number(row, "step")]
-        rows += own
-        of_run = {int(number(row, "step") or 0): row for row in read_metrics(plan.run_dir)}
-        compare(compared, plan.run_dir, of_run, own, digests_of_steps(run.dir))
-        record = record.model_copy(
-            update={
-                "first_different": compared.first_different,
-                "steps": steps_of(rows, of_run, compared.verdicts),
-            }
-        )
+    try:
+        for stretch, config in zip(plan.stretches, configs, strict=True):
+            assert config.run.replay is not None
+            begin = config.run.replay.model_copy(update={"checkpoint": checkpoint})
+            run = config.run.model_copy(update={"replay": begin})
+            code = _launch(config.model_copy(update={"run": run}), stretch, machine, console)
+            # Also after a failure: the steps before it are compared.
+            own = [row for row in read_metrics(run.dir) if number(row, "step")]
+            rows += own
+            of_run = {int(number(row, "step") or 0): row for row in read_metrics(plan.run_dir)}
+            compare(compared, plan.run_dir, of_run, own, digests_of_steps(run.dir))
+            record = record.model_copy(
+                update={
+                    "first_different": compared.first_different,
+                    "steps": steps_of(rows, of_run, compared.verdicts),
+                }
+            )
+            record.write(out)
+            _show_other_inputs(stretch, run.dir, console)
+            if code != 0:
+                break
+            checkpoint = run.dir / "checkpoint" / f"step_{stretch.last:08d}"
+    finally:
+        record = record.model_copy(update={"ended": True})
         record.write(out)
-        _show_other_inputs(stretch, run.dir, console)
-        if code != 0:
-            break
-        checkpoint = run.dir / "checkpoint" / f"step_{stretch.last:08d}"
     # The settings and the directory of the first step that differs.
     different = compared.first_different or plan.last
     config = next(
@@ -167,7 +175,7 @@ def _new_folder(run_dir: Path, out: Path | None) -> Path:
             raise UserError.of("--out", f"{out} is not an empty directory", "name a new one")
         return out
     folder = run_dir / FOLDER
-    numbers = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
+    numbers = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
     return folder / str(max(numbers, default=0) + 1)
 
 
@@ -302,9 +310,21 @@ def compare(
             found.first_different = step
         for name, least in COMPARED.items():
             here, there = number(row, name), number(of_run.get(step, {}), name)
-            if here is not None and there is not None:
-                difference = abs(here - there) / max(abs(here), abs(there), least)
+            if here is not None or there is not None:
+                difference = _relative_difference(here, there, least)
                 found.largest[name] = max(found.largest.get(name, 0.0), difference)
+
+
+def _relative_difference(here: float | None, there: float | None, least: float) -> float:
+    """Return the relative difference of two numbers; infinite if exactly one of them is missing or
+    not finite, or if both are infinite with other signs."""
+    if here is None or there is None:
+        return math.inf
+    if math.isfinite(here) and math.isfinite(there):
+        return abs(here - there) / max(abs(here), abs(there), least)
+    # Their quotient is nan, which is never above a tolerance.
+    same = here == there or (math.isnan(here) and math.isnan(there))
+    return 0.0 if same else math.inf
 
 
 def _report(
@@ -347,7 +367,11 @@ def _report(
 
 def _different_tensors(run_dir: Path, replay_dir: Path, step: int) -> str:
     """Return the tensors that differ after a step, as the rest of a sentence."""
-    of_run, here = tensors_of_step(run_dir, step), tensors_of_step(replay_dir, step)
+    try:
+        of_run, here = tensors_of_step(run_dir, step), tensors_of_step(replay_dir, step)
+    except UserError as error:
+        # The digest of the whole step, from another file, has shown the difference.
+        return f"; the tensors that differ are unknown: {error.problems[0].key} is damaged"
     different = [name for name in here if of_run.get(name) != here[name]]
     if not of_run or not different:
         return ""
@@ -360,6 +384,6 @@ def _same_arithmetic(plan: ReplayPlan, config: Config) -> bool:
     run's."""
     own = read_starts(config.run.dir)
     device = own[-1].device if own else ""
-    return not plan.changes and all(
+    return plan.has_the_run_s_settings and all(
         one.start is None or one.start.device == device for one in plan.stretches
     )

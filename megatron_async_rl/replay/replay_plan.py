@@ -24,7 +24,9 @@ from megatron_async_rl.samples.recorded import NotRecorded, RecordedBatches
 
 LAYOUT = ("policy.parallel", "policy.device", "policy.tokens_per_micro_batch")
 """Keys that change only the order of additions."""
-USED = ("model", "policy", "objective", "controls", "run.seed", "run.steps", "watchdog")
+NEUTRAL = ("watchdog",)
+"""Keys that change no number."""
+USED = ("model", "policy", "objective", "controls", "run.seed", "run.steps", *NEUTRAL)
 """Keys that the trainer reads; the recorded samples replace the others."""
 TEMPERATURE = "rollout.sampling.temperature"
 
@@ -59,7 +61,12 @@ class ReplayPlan:
     @property
     def is_what_if(self) -> bool:
         """True if the user changes more than the layout."""
-        return any(not _names(change, LAYOUT) for change in self.changes)
+        return any(not _names(change, (*LAYOUT, *NEUTRAL)) for change in self.changes)
+
+    @property
+    def has_the_run_s_settings(self) -> bool:
+        """True if the user changes nothing that a step's numbers depend on."""
+        return all(_names(change, NEUTRAL) for change in self.changes)
 
     @property
     def first(self) -> int:
@@ -85,10 +92,10 @@ def plan_replay(
     if explained is not None and (first is not None or count is not None):
         what = "repeats the steps up to its own from the nearest checkpoint"
         raise UserError.of("--explain", what, "leave out --from and --steps")
-    _require_effect(changes)
     if not (run_dir / "config.yaml").is_file():
         what = f"{run_dir} has no config.yaml: it is not a run"
         raise UserError.of("RUN", what, "name a run directory, the `run.dir` of its config")
+    _require_effect(run_dir, changes)
     log = _recorded_steps(run_dir)
     saved = {step_of(path): path for path in checkpoints(run_dir / "checkpoint")}
     requested = first if explained is None else explained
@@ -102,8 +109,9 @@ def plan_replay(
     before = max((step for step in saved if step < requested), default=0)
     # Both ends: the log loses its oldest segments, and an explanation is useless without its step.
     for step in (before + 1, *(() if explained is None else (explained,))):
-        if (why := log.missing(step)) is not None:
-            raise UserError.of("RUN", why, _alternative(log, saved))
+        if (missing := log.missing(step)) is not None:
+            why, fix = missing
+            raise UserError.of("RUN", why, _alternative(log, saved) or fix)
     last = log.last_step if count is None else min(requested + count - 1, log.last_step)
     if explained is not None:
         last = explained
@@ -118,16 +126,21 @@ def plan_replay(
     )
 
 
-def _require_effect(changes: Sequence[str]) -> None:
-    """Raise UserError for a change of a key that the trainer does not read."""
+def _require_effect(run_dir: Path, changes: Sequence[str]) -> None:
+    """Raise UserError for a change of a key that the trainer does not read or that does not
+    exist."""
+    file = run_dir / "config.yaml"
     for change in changes:
-        if not _names(change, (*USED, TEMPERATURE)):
-            key = change.partition("=")[0]
-            raise UserError.of(
-                key,
-                "has no effect on a replay, which trains on recorded samples without engines",
-                f"change keys of {', '.join(USED)} or {TEMPERATURE}",
-            )
+        key, supervised = change.partition("=")[0].strip(), load(file).supervised
+        if _names(change, USED) or (_names(change, (TEMPERATURE,)) and not supervised):
+            continue
+        if not supervised or not _names(change, ("rollout",)):
+            # A name from another library has no effect anywhere: the error has the key's name here.
+            load(file, [change])
+        what = "has no effect on a replay, which trains on recorded samples without engines"
+        if supervised:
+            what = "cannot change in a replay, which trains on the run's own responses"
+        raise UserError.of(key, what, f"change keys of {', '.join(USED)} or {TEMPERATURE}")
 
 
 class _ReplayableSteps:
@@ -138,15 +151,19 @@ class _ReplayableSteps:
         self._recorded = recorded
         self.last_step = last_step
 
-    def missing(self, step: int) -> str | None:
-        """Return why the batch of a step cannot be read; null if it can."""
+    def missing(self, step: int) -> tuple[str, str] | None:
+        """Return why the batch of a step cannot be read, and the fix if no other step can be
+        replayed; null if it can be read."""
         try:
             if self._recorded is not None:
                 self._recorded.batch(step)
         except NotRecorded as error:
-            return str(error)
+            return str(error), (
+                "no recorded step follows the model or a kept checkpoint: raise samples.keep_mib or"
+                " checkpoint.keep in the next run"
+            )
         except SegmentBroken as error:
-            return f"{error.path} {error.what}"
+            return f"{error.path} {error.what}", error.fix
         return None
 
 
@@ -189,13 +206,9 @@ def _first_step(log: _ReplayableSteps, saved: dict[int, Path]) -> int:
 
 
 def _alternative(log: _ReplayableSteps, saved: dict[int, Path]) -> str:
+    """Return which steps can be replayed; empty if none can."""
     first = next(_beginnings(log, saved), None)
-    if first is not None:
-        return f"replay from step {first} on (--from {first})"
-    return (
-        "no recorded step follows the model or a kept checkpoint: raise samples.keep_mib or"
-        " checkpoint.keep in the next run"
-    )
+    return "" if first is None else f"replay from step {first} on (--from {first})"
 
 
 def stretches(run_dir: Path, starts: list[Start], first: int, last: int) -> list[Stretch]:

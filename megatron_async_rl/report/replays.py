@@ -58,9 +58,14 @@ class ReplayData:
     def difference(self) -> str:
         if self.record.first_different is not None:
             return f"weights differ from step {self.record.first_different}"
-        if self.record.steps and all(one.identical for one in self.record.steps):
-            return "identical bits"
-        return "no difference found" if self.record.steps else "in progress"
+        steps, all_steps = self.record.steps, self.record.last - self.record.first + 1
+        if not steps:
+            return "ended without a step" if self.record.ended else "in progress"
+        if not all(one.identical for one in steps):
+            return "no difference found"
+        # A part is compared at its end, and a replay may end early.
+        share = "" if len(steps) == all_steps else f" in {len(steps)} of {all_steps} steps"
+        return f"identical bits{share}"
 
     @property
     def off_policy_from(self) -> int | None:
@@ -117,7 +122,8 @@ class ReplaysReader:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
-        self._rows: dict[Path, _PartsReader] = {}
+        self._rows: dict[tuple[Path, ...], _PartsReader] = {}
+        """Readers by directories of parts: another replay may have taken the same directory."""
 
     def fingerprint(self) -> Hashable:
         """Return a value that changes with the files of a shown replay."""
@@ -131,11 +137,11 @@ class ReplaysReader:
         found = []
         for place, path in enumerate(self._newest()):
             # By number, so that a further replay changes no other's colour.
-            at = int(path.name) - 1 if path.name.isdigit() else place
+            at = int(path.name) - 1 if path.name.isdecimal() else place
             with suppress(UserError, OSError):
                 record = ReplayRecord.read(path)
-                parts = [path / part for part in record.parts]
-                reader = self._rows.setdefault(path, _PartsReader(parts))
+                parts = tuple(path / part for part in record.parts)
+                reader = self._rows.setdefault(parts, _PartsReader(parts))
                 found.append(
                     ReplayData(
                         number=path.name,
@@ -150,7 +156,7 @@ class ReplaysReader:
         made = [path for path in self._folder.glob("*") if (path / FILE).is_file()]
 
         def order(path: Path) -> tuple[bool, int, str]:
-            return path.name.isdigit(), int(path.name) if path.name.isdigit() else 0, path.name
+            return path.name.isdecimal(), int(path.name) if path.name.isdecimal() else 0, path.name
 
         return sorted(made, key=order)[-SHOWN:]
 

@@ -17,7 +17,8 @@ import pytest
 
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.schema import Config, ReplayConfig
+from megatron_async_rl.flow.batches import RecordedSteps
 from megatron_async_rl.flow.starts import Start, read_starts
 from megatron_async_rl.metrics.log import digests_of_steps, read_metrics
 from megatron_async_rl.metrics.replay_record import ReplayRecord
@@ -140,6 +141,40 @@ def test_a_replay_that_ends_early_compares_what_it_made_and_fails(
     code, shown = repeated(resumed)
     assert code == 130
     assert "4 steps were not repeated\n2 steps, identical bits\n" in shown
+
+    def fail(*_: Any) -> int:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(repetition, "launch", fail)
+    with pytest.raises(OSError, match="no space left"):
+        repeated(resumed)
+    newest = max((resumed / "replays").iterdir(), key=lambda path: int(path.name))
+    record = ReplayRecord.read(newest)
+    assert (record.steps, record.ended) == ([], True)
+
+
+def test_a_damaged_file_of_the_run_is_named_before_a_step_or_next_to_the_result(
+    resumed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(resumed, run_dir)
+    metrics, weights = run_dir / "metrics.jsonl", run_dir / "weights.jsonl"
+    whole = metrics.read_text()
+    lines = whole.splitlines(keepends=True)
+    metrics.write_text("".join(["{damaged\n", *lines[1:]]))
+    with monkeypatch.context() as patch:
+        patch.setattr(repetition, "launch", lambda *_: pytest.fail("a step was repeated"))
+        with pytest.raises(UserError, match=r"metrics\.jsonl:1"):
+            repeated(run_dir, first=6)
+    (digest,) = (json.loads(line)["weights"] for line in lines[5:])
+    metrics.write_text(whole.replace(digest, "0" * 16))
+    weights.write_text("{damaged\n")
+    code, shown = repeated(run_dir, first=6)
+    assert (code, shown.splitlines()[-1]) == (
+        1,
+        "step 6 is the first whose weights differ from the run's; the tensors that differ are"
+        f" unknown: {weights}:1 is damaged",
+    )
 
 
 def test_only_a_new_directory_takes_a_replay(resumed: Path, tmp_path: Path) -> None:
@@ -366,6 +401,8 @@ def test_only_a_recorded_step_is_explained(resumed: Path, tmp_path: Path) -> Non
         (("rollout.engines=3",), None, r"rollout\.engines\n.*no effect on a replay"),
         ((), 9, r"--from\n.*last recorded step is 6"),
         (("policy.optimiser.lr=1",), None, r"policy\.optimiser"),
+        (("lr=1",), None, r"lr .*\n.*is not a key"),
+        (("kl_coef=1",), None, r"use `objective\.kl\.coef`"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused(
@@ -432,3 +469,71 @@ def test_a_loss_whose_terms_cancel_is_within_the_tolerance_of_another_layout(
         found = Comparison()
         compare(found, tmp_path, of_run, [row(loss, norm)], {})
         assert tuple(found.largest.values()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("loss", "of_run", "within"),
+    [
+        (1.0, 1.0, True),
+        (math.nan, 1.0, False),
+        (math.inf, 1.0, False),
+        (-math.inf, math.inf, False),
+        (math.nan, math.nan, True),
+        (math.inf, math.inf, True),
+        (None, 1.0, False),
+        (1.0, None, False),
+        (None, None, True),
+    ],
+)
+def test_a_number_that_is_missing_or_not_finite_is_not_within_a_tolerance(
+    tmp_path: Path, loss: float | None, of_run: float | None, within: bool
+) -> None:
+    def row(value: float | None) -> dict[str, Any]:
+        return {"step": 1} | ({} if value is None else {"policy/loss": value})
+
+    found = Comparison()
+    compare(found, tmp_path, {1: row(of_run)}, [row(loss)], {})
+    assert all(value == 0.0 for value in found.largest.values()) == within
+
+
+def test_a_setting_that_changes_no_number_is_no_what_if_analysis(
+    resumed: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(resumed, run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    digest = digests_of_steps(run_dir)[6]
+    metrics.write_text(metrics.read_text().replace(digest, "0" * 16))
+    code, shown = repeated(run_dir, "watchdog.timeout_s=900", first=6)
+    assert "step 6 is the first whose weights differ" in shown
+    assert code == 1
+
+
+def test_what_is_lost_is_named_with_what_can_be_replayed(resumed: Path, tmp_path: Path) -> None:
+    steps = RecordedSteps(ReplayConfig(run=resumed, first=7, last=7), tmp_path)
+    with pytest.raises(UserError, match=r"step 7\n.*no batch of step 7\n.*--steps"):
+        steps.next_batch(6)
+    steps.close()
+    run_dir = tmp_path / "run"
+    shutil.copytree(resumed, run_dir)
+    for file in (run_dir / "samples").glob("samples-*"):
+        damaged = bytearray(file.read_bytes())
+        for at in range(40, len(damaged), 40):
+            damaged[at] ^= 1
+        file.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"is damaged(.*\n)*.*restore it from a copy"):
+        repeated(run_dir)
+
+
+def test_a_supervised_run_is_repeated_on_its_own_responses(
+    loop: OneProcess, tmp_path: Path
+) -> None:
+    config = loop.config(
+        "not started", "rollout=null", "flow.group_size=1", "flow.async_ratio=0",
+        "objective={loss: sft, advantage: none}",
+    )  # fmt: skip
+    (tmp_path / "config.yaml").write_text(dump(config))
+    for change in ("rollout.sampling.temperature=0.5", "data.train=other.jsonl"):
+        key = change.partition("=")[0]
+        with pytest.raises(UserError, match=rf"{key}\n.*the run's own responses"):
+            repeated(tmp_path, change)

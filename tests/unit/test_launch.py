@@ -191,7 +191,14 @@ class Watched:
     def wait(self) -> None:
         pass
 
-    def watch(self, earlier: Status | None = None, *, nodes: int = 1, rank: int = 0) -> Any:
+    def watch(
+        self,
+        earlier: Status | None = None,
+        *,
+        nodes: int = 1,
+        rank: int = 0,
+        resumes: bool = True,
+    ) -> Any:
         return launcher._watch(
             self,  # type: ignore[arg-type]
             earlier,
@@ -201,12 +208,14 @@ class Watched:
             self.console,
             Nodes(count=nodes, rank=rank, endpoint=ENDPOINT),
             self.interrupts,
+            resumes=resumes,
         )
 
 
 EARLY = "Stopped before a step was made: nothing is lost, and the same command starts it again.\n"
 STOPPING = "Stopping after this step. Ctrl-C again kills at once.\n"
 KILLED = "Killed. The last checkpoint is intact; the same command resumes from it.\n"
+KILLED_REPLAY = "Killed. A replay cannot be resumed; the same command starts a new one.\n"
 
 
 def test_a_run_is_watched_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,10 +247,11 @@ def test_a_run_is_watched_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert one.console.text == STOPPING
         assert (one.run_dir / watch.STOP).exists()
 
-    one = run()
-    one.changes = [one.status("training"), one.signal, one.wait, one.signal, one.wait]
-    assert one.watch() == (launcher.INTERRUPTED, None)
-    assert one.console.text == STOPPING + KILLED
+    for resumes, text in ((True, KILLED), (False, KILLED_REPLAY)):
+        one = run()
+        one.changes = [one.status("training"), one.signal, one.wait, one.signal, one.wait]
+        assert one.watch(resumes=resumes) == (launcher.INTERRUPTED, None)
+        assert one.console.text == STOPPING + text
 
 
 def test_a_failure_or_a_stall_ends_the_watch(

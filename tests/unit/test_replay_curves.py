@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,7 @@ def test_a_legend_has_the_names_of_methods_and_is_short(
     [
         (6, 4, None, "weights differ from step 6"),
         (None, 0, None, "in progress"),
+        (None, 2, None, "identical bits in 2 of 4 steps"),
         (None, 4, None, "identical bits"),
     ],
 )
@@ -168,6 +170,15 @@ def test_a_replay_that_differs_only_in_its_last_step_has_no_off_policy_samples(
     record.model_copy(update={"steps": record.steps[:steps]}).write(folder)
     (one,) = read_run(run_dir, alone=False).replays
     assert (one.off_policy_from, one.difference) == (begin, text)
+
+
+def test_a_replay_that_ended_without_a_step_is_not_in_progress(tmp_path: Path) -> None:
+    run_dir = sampled_run(tmp_path / "demo", 8)
+    folder = replayed(run_dir, "1")
+    record = ReplayRecord.read(folder)
+    record.model_copy(update={"steps": [], "ended": True}).write(folder)
+    (one,) = read_run(run_dir, alone=False).replays
+    assert one.difference == "ended without a step"
 
 
 def test_a_growing_replay_changes_the_state_of_the_run(tmp_path: Path) -> None:
@@ -188,3 +199,16 @@ def test_a_growing_replay_changes_the_state_of_the_run(tmp_path: Path) -> None:
     assert len(reader.read().replays[0].rows) == 3
     seen.add(reader.fingerprint())
     assert len(seen) == 4
+
+
+def test_a_directory_that_another_replay_takes_has_the_curves_of_that_replay(
+    tmp_path: Path,
+) -> None:
+    run_dir = sampled_run(tmp_path / "demo", 8)
+    folder = replayed(run_dir, "1")
+    reader = RunReader(run_dir, alone=False)
+    assert len(reader.read().replays[0].rows) == 4
+    shutil.rmtree(folder)
+    write_steps(folder, range(3, 6))
+    ReplayRecord(run=run_dir, changes=[], first=3, last=5, parts=["."]).write(folder)
+    assert len(reader.read().replays[0].rows) == 3
