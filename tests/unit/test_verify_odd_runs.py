@@ -6,8 +6,10 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -15,6 +17,7 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.starts import read_starts, record_start
 from megatron_async_rl.metrics.load_log import LoadLog
+from megatron_async_rl.verify.canary_checks import NORMAL_LIMIT, probability_score
 from megatron_async_rl.verify.duplicate_responses import DuplicateResponses
 from megatron_async_rl.verify.engine_loads import EngineLoads
 from megatron_async_rl.verify.reward_hacks import RewardHacks, gold_answer
@@ -145,6 +148,22 @@ def test_a_group_with_a_sample_in_a_deleted_segment_is_whole(
 
     monkeypatch.setattr(SampleBlock, "facts", later)
     assert verify_run(healthy, Console(quiet=True)).failed == ()
+
+
+def score(certain: float, tokens: int) -> float:
+    """Return the score of tokens that are all the likelier one of two."""
+    given = {
+        "trained": np.ones(tokens, dtype=bool),
+        "trainer": np.full(tokens, np.log(certain), dtype=np.float32),
+        "sum_p_squared": np.full(tokens, certain**2 + (1 - certain) ** 2, dtype=np.float32),
+    }
+    return probability_score(cast(Any, SimpleNamespace(**given)))
+
+
+def test_canaries_of_a_nearly_certain_policy_may_have_no_rare_token() -> None:
+    # One of 1,000 tokens is the other one: half of the runs of 700 have none.
+    assert abs(score(0.999, 700)) < 2
+    assert score(0.7, 700) > NORMAL_LIMIT
 
 
 def test_a_start_may_load_its_own_form_of_the_weights(copied: Path) -> None:
