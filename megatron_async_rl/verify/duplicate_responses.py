@@ -49,6 +49,11 @@ class DuplicateResponses(RunCheck):
     def __init__(self, records: RunRecords) -> None:
         self._size = records.config.flow.group_size
         self._supervised = not records.config.has_engines
+        # The store draws distinct responses with repetition, by their rewards.
+        self._replays = any(
+            one.flow.selection.name == "replay"
+            for one in (records.config, *(config for _, config in records.configs))
+        )
         self._groups: dict[int, list[SampleFacts]] = {}
         self._expected = {DUPLICATES: 0.0, SEEDS: 0.0}
         self._found = {DUPLICATES: Places(), SEEDS: Places()}
@@ -58,7 +63,7 @@ class DuplicateResponses(RunCheck):
         bound of its variance."""
 
     def ended(self, end: EndedSample) -> None:
-        if end.outcome not in ("trained", "dropped") or not end.facts.trained:
+        if end.outcome not in ("trained", "dropped") or not end.facts.trained or self._replays:
             return
         members = self._groups.setdefault(end.facts.group, [])
         members.append(end.facts)
@@ -112,6 +117,8 @@ class DuplicateResponses(RunCheck):
                 why = "no group has samples of two engines"
             if self._supervised:
                 why = "a supervised run samples nothing"
+            elif self._replays:
+                why = "flow.selection: replay draws samples again"
             return absent(name, why, bound, REMEDIES[name])
         mean = SLACK * self._expected[name] + BASE
         ok = poisson_tail(found.count, mean) >= TAIL

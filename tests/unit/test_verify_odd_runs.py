@@ -92,6 +92,13 @@ def test_a_nearly_certain_policy_may_repeat_every_response(records: RunRecords) 
     assert duplicates(records, 0.6).verdict is RowVerdict.FAILED
 
 
+def test_a_store_may_draw_a_response_again(records: RunRecords) -> None:
+    check = DuplicateResponses(replace(records, config=changed(records, "flow.selection=replay")))
+    for step in range(1, 20):
+        check.ended(trained(facts(log_prob=-20.0), step))
+    assert [one.verdict for one in check.result()] == [RowVerdict.ABSENT] * 2
+
+
 def changed(records: RunRecords, *settings: str) -> Config:
     return load(records.run_dir / "config.yaml", settings)
 
