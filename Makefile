@@ -1,6 +1,7 @@
 # make demo | study-quick | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
-# make test-all: all tests, including every combination of layouts, several machines, Slurm, mutants of the package, and as root the network tests; an hour or more.
+# make test-all: all tests, including every combination of layouts, several machines, Slurm, mutants of the package, injected faults, and as root the network tests; an hour or more.
 # make network-tests: failure tests across 2 and 3 network namespaces; needs root.
+# make chaos: faults by seed, and the invariants afterwards: component histories, and real runs whose processes, files and disks fail; MAR_CHAOS_HISTORIES, MAR_CHAOS_FAULTS, MAR_CHAOS_SEED, MAR_CHAOS_MINUTES.
 # make gpu-tests: tests on a CUDA device, with $(VENV) if it exists and otherwise with the packages on PYTHONPATH.
 # make loader-test: Transformer Engine's wheels (190 MB, from the package index) load into torch's process with one cuDNN; needs root.
 # make durations: the tests, and afterwards the seconds of each file in tests/durations.json, by which workers take long files first.
@@ -18,10 +19,10 @@ export VENV
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo study-quick test test-all durations gpu-tests network-tests loader-test lint bench-setup
+.PHONY: help setup demo study-quick test test-all durations gpu-tests network-tests chaos loader-test lint bench-setup
 
 help:
-	@sed -n '1,8s/^# //p' "$(ROOT)/Makefile"
+	@sed -n '1,9s/^# //p' "$(ROOT)/Makefile"
 
 setup:
 	@"$(ROOT)/launchers/setup.sh"
@@ -53,6 +54,7 @@ test-all: setup
 	export MAR_TESTS=all
 	"$$VENV/bin/python" -m pytest --numprocesses=2 --durations=30
 	"$$VENV/bin/python" -m tests.mutation.run
+	$(MAKE) -f "$(ROOT)/Makefile" chaos
 	[[ "$$(id -u)" != 0 ]] || "$$VENV/bin/python" -m pytest tests/network
 	[[ "$$(id -u)" != 0 ]] || $(MAKE) -f "$(ROOT)/Makefile" loader-test
 
@@ -71,6 +73,11 @@ gpu-tests:
 network-tests: setup
 	@cd "$(ROOT)"
 	"$$VENV/bin/python" -m pytest tests/network
+
+chaos: setup
+	@cd "$(ROOT)"
+	# A history is a function of its seed only if sets of strings keep their order.
+	PYTHONHASHSEED=0 "$$VENV/bin/python" -m tests.chaos.run
 
 loader-test: setup
 	@cd "$(ROOT)"

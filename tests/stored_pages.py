@@ -18,12 +18,14 @@ from typing import Any
 from rich.console import Console
 
 PAGES = Path(__file__).parent / "data" / "pages"
+CHECKOUT = Path(__file__).parents[1]
 DIFFERENCES = 60
 """Maximum number of lines of a difference that an error shows."""
 
 
 def require_page(name: str, text: str) -> None:
-    """Fail unless `text` is that of the page."""
+    """Fail unless `text` is that of the page. Pages name this checkout CHECKOUT."""
+    text = text.replace(str(CHECKOUT), "CHECKOUT")
     page = PAGES / f"{name}.txt"
     if os.environ.get("MAR_WRITE_PAGES"):
         page.parent.mkdir(parents=True, exist_ok=True)

@@ -248,6 +248,8 @@ def main() -> int:
     options = parser.parse_args()
     if (options.gguf is None) != (options.out is None):
         parser.error("--gguf and --out belong together")
+    if options.accept_terms and not options.gemma:
+        parser.error("--accept-terms belongs to --gemma")
     try:
         if options.gguf is not None:
             if options.out.exists():

@@ -300,7 +300,7 @@ class Rank0(OtherRank):
             max_lag(self.config.flow.async_ratio),
             norm * self.config.objective.steps_per_batch if isinstance(norm, float) else None,
         )
-        checked = self._checks.report(self.version, metrics)
+        checked = self._checks.report(self.version)
         values = {**metrics, **seen, **checked, **self._flow_metrics, **self._step_times()}
         self._log.log(self.version, values, self._digest)
         self.set_status("training")

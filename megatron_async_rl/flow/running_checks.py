@@ -1,5 +1,5 @@
-"""Checks of every batch during training: bookkeeping of tokens, repeated responses and parameters
-without a gradient. They cost less than 1 % of a step (benchmarks/running_checks.py).
+"""Checks of every batch during training: bookkeeping of tokens and repeated responses. They cost
+about 1 % of the demo's step (benchmarks/running_checks.py).
 
 Invariants:
 - a quantity without data is left out, never 0: given responses have no engine;
@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron_async_rl.flow.summary import MetricValue
@@ -55,16 +55,14 @@ class RunningChecks:
             after = trained_after_end(samples, self._ends)
             self._metrics["response/after_end"] = int(after.sum())
 
-    def report(self, step: int, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
-        """Return the metrics of the batch taken last, after notes about new kinds of faults.
-        metrics: those of its step."""
+    def report(self, step: int) -> dict[str, MetricValue]:
+        """Return the metrics of the batch taken last, after notes about new kinds of faults."""
         found = dict(self._metrics)
         for name, text in (
             ("response/after_end", "{} trained tokens follow the end of their response"),
             ("response/without_logprob", "{} trained tokens have no log-prob of their engine"),
-            ("policy/without_gradient", "{} trainable parameters have had no gradient"),
         ):
-            count = (found | dict(metrics)).get(name)
+            count = found.get(name)
             if isinstance(count, int | float) and count > 0:
                 self._note(name, f"step {step}: {text.format(int(count))}")
         repeated = self._repeated

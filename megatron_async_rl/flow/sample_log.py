@@ -48,10 +48,10 @@ from megatron_async_rl.samples.frames import (
     finish,
     is_new,
     numbers_in,
-    present_file,
     read_mark,
     replace_whole,
     require_checksums,
+    require_intact,
 )
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.segments import (
@@ -150,15 +150,11 @@ class SampleLogWriter(SampleLog):
         # Only the thread uses the attributes below.
         self._samples: list[SampleRow] = []
         self._outcomes: list[OutcomeRow] = []
-        self._tokens = 0
         self._segment: OpenSegment | None = None
-        self._evaluated_before = set[int]()
         self._retry_at: float | None = None
-        self._noted = False
-        self._exceeds = False
-        self._damaged = set[Path]()
-        self._highest = -1
-        self._lost = 0
+        self._noted = self._exceeds = False
+        self._damaged, self._evaluated_before = set[Path](), set[int]()
+        self._highest, self._lost, self._tokens = -1, 0, 0
         self._mark: LogMark | None = None
 
     @property
@@ -251,16 +247,20 @@ class SampleLogWriter(SampleLog):
     # In the thread
 
     def _write_on(self) -> None:
-        while not self._closing:
+        closing = False
+        while not closing:
             self._wake.wait(FLUSH_S)
             self._wake.clear()
+            closing = self._closing  # before the queue: nothing is queued after `close`
+            self._retry_at = None if closing else self._retry_at  # nothing tries again later
             self._take_queued()
-        self._take_queued()
         if self._segment is not None:
             try:
                 self._close_segment(self._segment)
             except OSError as error:
                 self._failed(error, 0)
+        if self._lost:
+            self._note_apart(f"the sample log ({self._folder}) ends without {self._lost} rows")
 
     def _take_queued(self) -> None:
         while self._queue:
@@ -283,7 +283,7 @@ class SampleLogWriter(SampleLog):
             self._finish_open()
             for number in numbers_in(self._folder):
                 try:
-                    present_file(self._folder, "samples", number)
+                    require_intact(self._folder, "samples", number)
                 except SegmentBroken as error:
                     self._note_damage(error)
             seqs = self._change_outcomes(

@@ -9,8 +9,8 @@ Invariants:
 - a group is admitted under the newest version that an engine holds, and only engines that hold at
   least that version sample it: no engine waits for a slower one;
 - the group table (group_table.py) holds the state of each group; its counts balance;
-- with `exact_lag` a batch is handed out only when no request is open, so that no response continues
-  with the next weights;
+- with `exact_lag` a batch is handed out only when no request is open and none will follow under
+  this version, so that no response continues with the next weights;
 - the cost of a response does not depend on the number of waiting groups: a batch is selected only
   when one may be complete.
 
@@ -271,8 +271,13 @@ class Scheduler:
     def _must_stand_still(self, version: int) -> bool:
         """Return True with `exact_lag` until every response of this version has arrived, because
         the next weights have to wait for them."""
-        exact = isinstance(self._flow.selection, ExactLag)
-        return exact and (self._version != version or self.room() or self._table.open > 0)
+        if not isinstance(self._flow.selection, ExactLag):
+            return False
+        table = self._table
+        # A group that waits for its own reward may still be dropped, and the next group instead of
+        # it would continue with the next weights.
+        unscored = self._flow.dynamic_sampling and table.ready < len(table.waiting())
+        return self._version != version or self.room() or table.open > 0 or unscored
 
     def _select(self, groups: Sequence[GroupState], version: int) -> list[GroupState]:
         selection, count = self._flow.selection, self._flow.prompts_per_step

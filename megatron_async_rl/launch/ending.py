@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.watchdog import stall
 from megatron_async_rl.watchdog.events import (
     FINAL,
@@ -172,12 +173,24 @@ def print_plain(console: Console, text: object) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def _checkpoint(run_dir: Path) -> str:
+    """Return the name of the newest checkpoint that the status names; empty if there is none."""
+    try:
+        status = read_status(run_dir)
+    except UserError:  # the next start reports the damaged file
+        return ""
+    return "" if status is None else status.checkpoint or ""
+
+
 def explain_failure(run_dir: Path, console: Console) -> None:
     """Show the cause and its file; if a wait missed its deadline, also show who waited for what."""
     message, place = _cause(run_dir)
     console.print("[red bold]The run failed:[/] ", end="")
     print_plain(console, message)
     print_plain(console, f"Log: {place}")
+    if checkpoint := _checkpoint(run_dir):
+        text = f"The same command resumes from {checkpoint}, once the cause is removed."
+        print_plain(console, text)
     # On a full disk the real cause may be missing from the logs.
     if shutil.disk_usage(run_dir).free < FULL_BYTES:
         text = (

@@ -53,6 +53,7 @@ from megatron_async_rl.launch.run_lock import (
 )
 from megatron_async_rl.metrics.log import FILE as METRICS
 from megatron_async_rl.metrics.log import cut_unreadable
+from megatron_async_rl.metrics.trackers import IDENTITIES
 from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.report.progress import Progress, print_summary
 from megatron_async_rl.rollout.allocator import set_options_of_ranks
@@ -60,6 +61,7 @@ from megatron_async_rl.rollout.cluster import prepare_environment, stay_on_this_
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm.plugin import serving_engines
 from megatron_async_rl.samples.frames import FOLDER as SAMPLES
+from megatron_async_rl.samples.frames import MARK_FILE
 from megatron_async_rl.watchdog import stall, watch
 from megatron_async_rl.watchdog.events import (
     FINAL,
@@ -285,7 +287,8 @@ def _prepare_directory(config: Config) -> None:
         # find_cause must not find the cause of an earlier failure.
         log.rename(log.with_suffix(".log.old"))
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
-    for files in (stall.FILE, STATUS_FILE, "config.", f"{SAMPLES}/"):
+    written_whole = (stall.FILE, STATUS_FILE, MARK_FILE, IDENTITIES, f"{watch.ENGINES}.", "config.")
+    for files in (*written_whole, f"{SAMPLES}/"):
         for left in run_dir.glob(f"{files}*{PARTIAL}"):
             left.unlink(missing_ok=True)
     (run_dir / stall.FILE).unlink(missing_ok=True)

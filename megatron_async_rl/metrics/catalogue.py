@@ -161,13 +161,6 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 " `anomalies.jsonl` lists the causes.",
                 steps="largest",
             ),
-            "policy/without_gradient": Metric(
-                "parameters",
-                "Number of trainable parameters that have had no gradient since the process"
-                " started; 0 is expected. Present once, in the line of the fifth step with a"
-                " gradient. `without_gradient.json` has their names.",
-                steps="last",
-            ),
             "policy/lr": Metric("per step", "Learning rate of the scheduler."),
             "policy/lr_scale": Metric(
                 "factor",

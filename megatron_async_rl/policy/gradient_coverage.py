@@ -25,6 +25,7 @@ from megatron_async_rl.metrics.coverage_record import CoverageRecord, write_cove
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import whole_model_names
+from megatron_async_rl.watchdog.events import note
 
 log = logging.getLogger(__name__)
 
@@ -96,30 +97,31 @@ class CoverageReport:
         if self._left:
             self._coverage.add()
 
-    def stepped(self, norm: float, step: int) -> dict[str, float]:
-        """Count a step with a gradient of this norm, the same on every rank; return the metric with
-        the report, else nothing. Collective."""
+    def stepped(self, norm: float, step: int) -> None:
+        """Count a step with a gradient of this norm, the same on every rank. Collective."""
         # A batch without anything to learn shows nothing about a parameter.
         if not self._left or not norm > 0.0:
-            return {}
+            return
         self._left -= 1
         if self._left:
-            return {}
+            return
         missing, trainable = self._coverage.missing()
+        # Not a metric: it would depend on where a process started, and a resumed run has the
+        # metrics of an undisturbed one.
         if self._layout.rank == 0:
             self._write(missing, trainable, step)
-        return {"policy/without_gradient": float(len(missing))}
 
     def _write(self, missing: Iterable[str], trainable: int, step: int) -> None:
         names = list(missing)
         if names:
-            log.warning(
-                "step %d: %d of %d trainable parameters have never had a gradient: %s",
-                step,
-                len(names),
-                trainable,
-                ", ".join(names[:4]) + ("" if len(names) <= 4 else ", ..."),
+            shown = ", ".join(names[:4]) + ("" if len(names) <= 4 else ", ...")
+            text = (
+                f"step {step}: {len(names)} of {trainable} trainable parameters have had no"
+                f" gradient: {shown}"
             )
+            log.warning("%s", text)
+            if self._folder is not None:
+                note(self._folder, text)
         if self._folder is not None:
             record = CoverageRecord(step=step, trainable=trainable, parameters=tuple(names))
             try:

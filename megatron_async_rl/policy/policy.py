@@ -340,7 +340,7 @@ class Policy:
                 **parts,
             )
         taken = self.step.take(facts, displaced, trace)
-        covered = self.coverage.stepped(taken["policy/grad_norm"], samples.version + 1)
+        self.coverage.stepped(taken["policy/grad_norm"], samples.version + 1)
         if not taken["policy/skipped"]:
             self.schedule.weights_moved()
             if self.references.follows:
@@ -352,7 +352,6 @@ class Policy:
             **targets.metrics,
             **chosen,
             **taken,
-            **covered,
             "policy/micro_batches": float(len(mine)),
             "policy/padding_share": minibatch.padding_share,
             "time/precompute_s": precomputed - started,

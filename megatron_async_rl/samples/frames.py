@@ -446,6 +446,16 @@ def present_file(folder: Path, table: TableName, segment: int) -> Path | None:
     return path
 
 
+def require_intact(folder: Path, table: TableName, segment: int) -> None:
+    """Check that a segment has its file and, if it is the newest segment, that its frames match
+    their checksums. Raises SegmentBroken."""
+    path = present_file(folder, table, segment)
+    # Only the newest: the whole log may have many GiB.
+    if path is not None and segment == numbers_in(folder)[-1]:
+        for _ in read_frames(path, torn=path.suffix == OPEN):
+            pass
+
+
 def is_new(path: Path) -> bool:
     """Return True if nothing has been written to the file yet."""
     return path.suffix == OPEN and path.exists() and path.stat().st_size == 0

@@ -218,11 +218,13 @@ class Outcomes:
         # A newer row has this id, so this sample was sampled again.
         if again:
             return "repeated", (), None
+        # First: it may read older segments, and the end of the group may be in one of them.
+        admitted = self.admits(group)
         if group in self._dropped:
             # The resumed run removed the sample's own row with the history after its checkpoint.
             step, reason = self._dropped[group]
             return "dropped", (step,), reason
-        return ("waiting" if self.admits(group) else "lost"), (), None
+        return ("waiting" if admitted else "lost"), (), None
 
     def admits(self, group: int) -> bool:
         if group in self._admitted:

@@ -24,8 +24,8 @@ from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
 NAME = "sample log"
 BOUND = "0 damaged files, 0 missing outcomes, every ended group admitted"
 REMEDY = (
-    "restore the named file from a copy (docs/samples.md, Damage); without it the steps that it"
-    " holds cannot be checked or replayed"
+    "restore the named file from a copy; without it, the steps that it holds cannot be checked or"
+    " replayed"
 )
 
 

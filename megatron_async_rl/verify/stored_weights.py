@@ -28,8 +28,7 @@ from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
 
 DISK, DISK_BOUND = "weights on disk", "every block of every kept checkpoint has its digest"
 DISK_REMEDY = (
-    "do not resume from or evaluate the named checkpoint; use another one (docs/checkpoints.md) and"
-    " check the disk"
+    "do not resume from or evaluate the named checkpoint; use another one, and check the disk"
 )
 CHAIN = "chain of weights"
 CHAIN_BOUND = "a digest for each step; starts and checkpoints continue from the same bits"

@@ -57,6 +57,8 @@ _SECONDARY_TYPES = re.compile(
     r"|BrokenPipeError|ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|EOFError"
     r"|DistBackendError|DistNetworkError)$"
 )
+_DEADLINE_TYPES = {"DeadlineExceeded", "GetTimeoutError"}
+"""The second is Ray's, from which the first is raised with the name of the wait."""
 _SECONDARY_MESSAGES = re.compile(
     r"Connection (?:closed|reset) by (?:remote )?peer|Broken pipe|Connection"
     r" refused|[Gg]loo.*(?:Timed out|timeout)"
@@ -267,4 +269,4 @@ def judge(line: str) -> tuple[int, str]:
     message = f"{short}: {matched.group(2)}" if matched and matched.group(2) else short
     if _SECONDARY_TYPES.search(name) or _SECONDARY_MESSAGES.search(line):
         return SECONDARY, message
-    return (DEADLINE if short == "DeadlineExceeded" else PRIMARY), message
+    return (DEADLINE if short in _DEADLINE_TYPES else PRIMARY), message

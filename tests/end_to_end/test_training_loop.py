@@ -155,7 +155,7 @@ def test_the_run_ends_with_accuracies_and_a_report(interrupted: dict[str, object
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     assert '"title":"Reward"' in (run / "report.html").read_text()
     page = (Path(__file__).parents[2] / "docs" / "run_directory.md").read_text()
-    told = set(re.findall(r"`([a-z0-9.]+)/?`", page))
+    told = set(re.findall(r"`([a-z0-9._]+)/?`", page))
     assert cast("set[str]", interrupted["files"]) <= told
 
 

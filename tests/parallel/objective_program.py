@@ -120,7 +120,11 @@ class ReducedGradient:
     def __init__(self, rank: Rank, policy, name: str) -> None:
         self.rank, self.policy = rank, policy
         take = policy.step.take
-        policy.step.take = lambda *args: {"policy/skipped": float(policy.optimizer.prepare_grads())}
+        # Without a step there is no norm of the gradient.
+        policy.step.take = lambda *args: {
+            "policy/skipped": float(policy.optimizer.prepare_grads()),
+            "policy/grad_norm": 0.0,
+        }
         try:
             self.metrics = policy.train_step(received(policy, rank.batches[name]))
             assert self.metrics["policy/skipped"] == 0.0

@@ -226,7 +226,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         console = RecordedConsole()
         monkeypatch.setattr(runs, "print_text", lambda text: console.print(text, soft_wrap=True))
         try:
-            code: Any = runs._train_loaded(
+            code: Any = runs.checked_launch(
                 Path("c.yaml"),
                 config,
                 ["found a model"],

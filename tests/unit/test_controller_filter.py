@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from megatron_async_rl.samples.types import Request
 from tests.thorough import examples
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.flow_setup import begin, expected_prompts, flow, position, run, train
+from tests.unit.flow_setup import (
+    WholeRewards,
+    begin,
+    expected_prompts,
+    flow,
+    position,
+    run,
+    train,
+)
 
 
 def equal(which: Callable[[int], bool]) -> Callable[[Request], float]:
@@ -97,5 +105,32 @@ def test_a_resume_asks_again_what_was_not_consumed_and_drops_nothing_twice() -> 
         assert [group.index for group in rest] == [7, 8, 9, 10]
         assert [group.prompt.id for group in rest] == expected_prompts(11)[7:]
         await again.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_exact_lag_waits_for_rewards_of_groups_that_may_still_be_replaced(lag: int) -> None:
+    async def body() -> None:
+        chance = random.Random(lag)
+        rewards = WholeRewards(lambda samples: chance.choice([0.0, 2.0, 9.0]))
+        engine = FakeEngine(lambda request: chance.choice([0.0, 0.5]))
+        engine.reward = equal(lambda index: index % 3 == 1)
+        controller = await begin(
+            [engine],
+            flow(
+                2,
+                float(lag),
+                dynamic_sampling=True,
+                selection={"name": "exact_lag", "lag": lag},
+            ),
+            steps=8,
+            whole=rewards,
+        )
+        # The controller raises StalenessViolated for a sample of two versions.
+        groups = await train(controller, 0, 8)
+        assert [group.index % 3 == 1 for group in groups] == [False] * 16
+        assert {len(set(one.versions)) for group in groups for one in group.samples} == {1}
+        await controller.close()
 
     run(body)

@@ -130,9 +130,9 @@ def test_what_killed_processes_left_half_written_goes_with_the_next_start(
     (tmp_path / "samples").mkdir()
     (tmp_path / "watch").mkdir()
     halves = ("status.json", "config.yaml", "stall.txt", "watch/rank 0.json", "samples/outcomes-0")
-    for name in halves:
+    for name in (*halves, "logmark.json", "trackers.json", "engines"):
         write_whole(tmp_path / name, "")
-    assert len(list(tmp_path.rglob("*.partial"))) == 6
+    assert len(list(tmp_path.rglob("*.partial"))) == 9
     monkeypatch.undo()
     launcher._prepare_directory(config)
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}

@@ -1,4 +1,4 @@
-"""Tests of full disks: the run fails, and the error reports the full disk."""
+"""Tests of failures that the launcher explains, such as full disks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from megatron_async_rl.launch.ending import explain_failure
 from megatron_async_rl.policy.checkpoint import _cleared_on_failure
+from megatron_async_rl.watchdog.events import Status, write_status
 
 
 def test_a_partial_checkpoint_is_removed_and_the_error_stays(tmp_path: Path) -> None:
@@ -45,3 +46,16 @@ def test_the_launcher_reports_a_full_disk(
     written = io.StringIO()
     explain_failure(tmp_path, Console(file=written))
     assert (f"The file system that holds {tmp_path} is full" in written.getvalue()) == reported
+
+
+@pytest.mark.parametrize("checkpoint", ["", "step_00000004"])
+def test_a_failure_names_the_checkpoint_from_which_the_same_command_resumes(
+    tmp_path: Path, checkpoint: str
+) -> None:
+    (tmp_path / "logs").mkdir()
+    status = Status(phase="failed", step=5, steps=9, time=0.0, checkpoint=checkpoint)
+    write_status(tmp_path, status)
+    written = io.StringIO()
+    explain_failure(tmp_path, Console(file=written, width=200))
+    named = "The same command resumes from step_00000004" in written.getvalue()
+    assert named == bool(checkpoint)

@@ -214,6 +214,21 @@ def test_a_deadline_gives_way_to_what_it_waited_for(tmp_path: Path) -> None:
     assert cause_of(tmp_path)[0].startswith("ValueError: No available memory")
 
 
+def test_a_deadline_of_ray_gives_way_to_the_name_of_the_wait(tmp_path: Path) -> None:
+    """The package raises its own error from that of Ray, such as for a stopped controller."""
+    chained = (
+        'Traceback (most recent call last):\n  File "/app/cluster.py", line 3, in ray_get\n'
+        "ray.exceptions.GetTimeoutError: Get timed out: some object(s) not ready.\n\n"
+        "The above exception was the direct cause of the following exception:\n\n"
+        'Traceback (most recent call last):\n  File "/app/train.py", line 3, in f\n'
+        "megatron_async_rl.watchdog.watch.DeadlineExceeded: rank 0 waited 90.3 s for the"
+        " controller's position, which did not come\n"
+    )
+    write(tmp_path, rank_0=chained)
+    name = "DeadlineExceeded: rank 0 waited 90.3 s for the controller's position"
+    assert cause_of(tmp_path)[0].startswith(name)
+
+
 def test_a_secondary_failure_is_better_than_none(tmp_path: Path) -> None:
     write(tmp_path, rank_1=GLOO)
     assert "Connection closed by peer" in cause_of(tmp_path)[0]

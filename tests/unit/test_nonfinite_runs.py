@@ -22,7 +22,7 @@ class FakePolicy:
             steps=0, updates=0, nonfinite=0, nonfinite_in_a_row=0, nonfinite_ids=["p-1"]
         )
         self.saved, self.proven = [], []
-        self.memory = self.mean_loss = None
+        self.memory = self.mean_loss = self.lag0 = None
         self.references = SimpleNamespace(oldest=lambda version: version)
         self.model = SimpleNamespace(bridge=None, chunks=None)
 
@@ -67,7 +67,7 @@ class FakeRank0:
     def state(self):
         return {}, {}
 
-    def log(self, batch, metrics):
+    def log(self, batch, metrics, lag0):
         self.logged.append(metrics)
 
     def set_status(self, *words):

@@ -22,9 +22,9 @@ from megatron_async_rl.report.comparison import name_runs, page_of_runs
 from megatron_async_rl.report.metric_rows import MetricRows, smooth, thin
 from megatron_async_rl.report.page import page_of
 from megatron_async_rl.report.panel import Curve, Level, Panel
-from megatron_async_rl.report.panels import merge_short
 from megatron_async_rl.report.report import draw_sheet, percent, tick, write_report
 from megatron_async_rl.report.run_data import read_run, span
+from megatron_async_rl.report.timeline_panel import merge_short
 from tests.full_run import row_of, written
 from tests.stored_pages import listed, require_page
 

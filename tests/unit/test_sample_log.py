@@ -41,6 +41,7 @@ from megatron_async_rl.samples.frames import (
     read_mark,
     segments_in,
 )
+from megatron_async_rl.samples.history import account
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.segments import load, read_batches, read_entries, read_table
 from megatron_async_rl.samples.types import Prompt, Sample
@@ -268,6 +269,20 @@ def test_a_resume_keeps_a_damaged_file_as_it_is_and_names_it(tmp_path: Path) -> 
         assert f"{broken} is damaged" in events(tmp_path)[-1]
     left = [b.num_rows for _, b in read_batches(tmp_path / FOLDER, "outcomes", 1)]
     assert left in ([], [0])
+
+
+def test_a_resume_notes_a_flipped_bit_in_the_newest_samples(tmp_path: Path) -> None:
+    for group in range(2):
+        log = begun(tmp_path, group)
+        admitted(log, group)
+        log.finished(row(sample(group), group))
+        log.close()
+    path = path_of(tmp_path / FOLDER, "samples", 1)
+    damaged = flipped(path.read_bytes(), 900)
+    path.write_bytes(damaged)
+    begun(tmp_path, 2).close()
+    assert path.read_bytes() == damaged
+    assert f"{path} is damaged" in events(tmp_path)[-1]
 
 
 def test_a_resume_cuts_the_torn_tail_off_and_closes_the_file(tmp_path: Path) -> None:
@@ -515,6 +530,22 @@ def test_every_reader_reports_damage_by_the_name_of_the_file(tmp_path: Path) -> 
         with pytest.raises(UserError, match=r"samples-000000.segment\n  is damaged: batch 0"):
             read()
     assert f"{path} is damaged" in samples_section(tmp_path)
+
+
+def test_a_sample_is_dropped_if_an_older_segment_has_the_drop_of_its_group(tmp_path: Path) -> None:
+    """A checkpoint is saved between the drop of a group and its last response, whose own row a
+    resume removes."""
+    log, late = begun(tmp_path), sample(0)
+    admitted(log, 0)
+    log.group_dropped(0, 1, "late")
+    log.close()
+    again = begun(tmp_path, log.position)
+    again.finished(row(late, 0))
+    again.dropped(row(late, 0), 1, "late")
+    again.close()
+    begun(tmp_path, log.position).close()
+    assert states(tmp_path) == {key(late): ("dropped", (1,), "late")}
+    assert account(tmp_path).dropped == {0: "late"}
 
 
 def segments_of_one_group(run_dir: Path, count: int) -> int:
@@ -829,6 +860,34 @@ def test_a_log_that_cannot_be_written_is_noted_once_and_tried_again(
     assert "3 rows of it are missing" in events(tmp_path)[1]
 
 
+def test_rows_that_are_lost_until_the_end_are_noted_even_if_no_row_follows(tmp_path: Path) -> None:
+    blocked = tmp_path / FOLDER, tmp_path / "events.jsonl"
+    blocked[0].touch()
+    blocked[1].mkdir()  # as on a full disk, the events cannot be written either
+    log = begun(tmp_path)
+    for group in range(3):
+        log.finished(row(sample(group), group))
+        log.flush()
+    blocked[0].unlink()
+    blocked[1].rmdir()
+    log.close()
+    assert events(tmp_path) == [f"the sample log ({tmp_path / FOLDER}) ends without 3 rows"]
+
+
+def test_the_end_of_a_run_writes_rows_that_would_have_waited_for_the_next_attempt(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / FOLDER).touch()
+    log = begun(tmp_path)
+    log.finished(row(sample(0), 0))
+    log.flush()
+    (tmp_path / FOLDER).unlink()
+    log.finished(row(sample(1), 1))
+    log.close()
+    assert [entry.group for entry in read_entries(tmp_path)] == [1]
+    assert "1 rows of it are missing" in events(tmp_path)[1]
+
+
 def test_a_full_disk_keeps_whole_spans_and_the_process_continues(tmp_path: Path) -> None:
     process = FORKS.Process(target=write_to_a_full_disk, args=(tmp_path,))
     process.start()
@@ -837,7 +896,9 @@ def test_a_full_disk_keeps_whole_spans_and_the_process_continues(tmp_path: Path)
     groups = [entry.group for entry in read_entries(tmp_path)]
     assert groups == list(range(len(groups) - 1, -1, -1))
     assert 0 < len(groups) < 8
-    assert len(events(tmp_path)) == 1
+    noted = events(tmp_path)
+    assert len(noted) == 2
+    assert noted[1].endswith(f"ends without {8 - len(groups)} rows")
 
 
 def write_to_a_full_disk(folder: Path) -> None:

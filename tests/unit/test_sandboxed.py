@@ -310,12 +310,11 @@ def child(end):
     if pid == 0:
         end()
     return pid
-children = [
-    child(lambda: os._exit(1)),
-    child(lambda: os._exit(4)),
-    child(lambda: os.kill(os.getpid(), signal.SIGTERM)),
-]
-print(*map(wait_for, children[1:]))
+child(lambda: os._exit(1))
+# One after the other: each wait reaps every child that has ended.
+exited = wait_for(child(lambda: os._exit(4)))
+killed = wait_for(child(lambda: os.kill(os.getpid(), signal.SIGTERM)))
+print(exited, killed)
 """
 
 
