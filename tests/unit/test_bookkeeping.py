@@ -135,7 +135,7 @@ def test_responses_that_a_store_draws_again_are_no_fault(tmp_path: Path) -> None
     store = RunningChecks(tmp_path, {END}, replays=True)
     for checks in (seeds, store):
         checks.take(batch(again))
-    assert seeds.report(1, {})["response/repeated"] == 3
-    found = store.report(1, {})
+    assert seeds.report(1)["response/repeated"] == 3
+    found = store.report(1)
     assert "response/repeated" not in found
     assert found["response/without_logprob"] == 0
