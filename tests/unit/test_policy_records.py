@@ -38,6 +38,6 @@ def test_a_record_that_cannot_be_written_does_not_end_training(
     layout = cast(Any, SimpleNamespace(rank=0))
     report = CoverageReport(coverage, layout, tmp_path / "missing")
     with caplog.at_level(logging.WARNING):
-        found = [report.stepped(1.0, step) for step in range(REPORT_AFTER)]
-    assert found[-1] == {"policy/without_gradient": 0.0}
+        for step in range(REPORT_AFTER):
+            report.stepped(1.0, step)
     assert "without a gradient" in caplog.text
