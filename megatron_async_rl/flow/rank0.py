@@ -203,7 +203,9 @@ class Rank0(OtherRank):
             buffer = read_file(config.run.dir / "checkpoint", BUFFER_FILE)
             data = DataState(state=position["data"], buffer=buffer, oldest=oldest)
         self._batches = open_batches(config, device_type, data, gpus)
-        self._checks = RunningChecks(config.run.dir, self._batches.ends)
+        self._checks = RunningChecks(
+            config.run.dir, self._batches.ends, replays=config.flow.selection.name == "replay"
+        )
 
     @property
     def _open(self) -> BatchSource:

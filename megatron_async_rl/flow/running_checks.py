@@ -26,10 +26,12 @@ REMEDY = "; mar verify RUN lists the faults"
 
 class RunningChecks:
     """Checks of the batches of one process. ends: tokens that end a response; empty if they are not
-    known. run_dir: of the run, for notes."""
+    known. run_dir: of the run, for notes. replays: `flow.selection: replay` draws responses with
+    repetition, so repetition is not a fault."""
 
-    def __init__(self, run_dir: Path, ends: Collection[int]) -> None:
+    def __init__(self, run_dir: Path, ends: Collection[int], *, replays: bool = False) -> None:
         self._run_dir = run_dir
+        self._replays = replays
         self._ends = ends
         self._metrics: dict[str, MetricValue] = {}
         self._repeated: Repetitions | None = None
@@ -42,12 +44,13 @@ class RunningChecks:
         reasons = samples.column("finish_reason")
         if samples.num_rows == 0 or reasons[0].as_py() == "given":
             return
-        self._repeated = repetitions(samples)
-        self._metrics = {
-            "response/without_logprob": int(without_logprob(samples).sum()),
-            "response/repeated": self._repeated.count,
-            "response/repeated_expected": self._repeated.expected,
-        }
+        self._metrics = {"response/without_logprob": int(without_logprob(samples).sum())}
+        if not self._replays:
+            self._repeated = repetitions(samples)
+            self._metrics |= {
+                "response/repeated": self._repeated.count,
+                "response/repeated_expected": self._repeated.expected,
+            }
         if self._ends:
             after = trained_after_end(samples, self._ends)
             self._metrics["response/after_end"] = int(after.sum())

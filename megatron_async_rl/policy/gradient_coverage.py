@@ -124,4 +124,8 @@ class CoverageReport:
                 note(self._folder, text)
         if self._folder is not None:
             record = CoverageRecord(step=step, trainable=trainable, parameters=tuple(names))
-            write_coverage(self._folder, record)
+            try:
+                write_coverage(self._folder, record)
+            except OSError as error:
+                # A full disk costs the record, not the run.
+                log.warning("recording the parameters without a gradient: %s", error)

@@ -219,6 +219,8 @@ class Policy:
         and StateReleased while the training state is released for engines.
         """
         self.memory.require()
+        # Before any return: the differences of the last batch are not those of this one.
+        self.lag0 = None
         samples, settings = valid_samples(batch), self.objective.config
         routing = self.schedule.routing
         if routing is not None:
@@ -229,7 +231,6 @@ class Policy:
             return over_steps([self.step.skip() for _ in range(settings.steps_per_batch)])
 
         started, updates = time.perf_counter(), self.step.updates
-        self.lag0 = None
         # Divided once for all epochs, so that every pass runs the same micro-batches.
         minibatches = [
             self.batcher.of(samples, rows)

@@ -16,6 +16,9 @@ Two statistics decide about the distribution. The first tokens behind each promp
 the trainer's whole distribution (chi-squared). On all tokens, the probability p(y) that the trainer
 gives to a sampled token is compared with its expectation sum_v p(v)^2; the differences form a
 martingale, so their sum over its root of summed squares is close to a standard normal number.
+Where one token is likely, the others have most of the variance and may be missing in the sample. So
+the variance of tokens with s = sum_v p(v)^2 above CERTAIN is at least the sum of its bounds
+s sqrt(s) (1 - sqrt(s)), of a number between 0 and max p <= sqrt(s) with mean s.
 Both fail at a probability of 1e-6, and the seed of the run makes them deterministic.
 """
 
@@ -48,6 +51,8 @@ LOGPROB_ROUNDOFF = 4 * 2.0**-24
 """Relative error of a float32 log-prob: a few roundings of its sums."""
 NORMAL_LIMIT = 4.9
 """Two-sided limit of a standard normal number at a probability of SURPRISE."""
+CERTAIN = 0.5
+"""Expected probability of a sampled token above which a sample shows too little of the variance."""
 FEWEST = 5.0
 """Smallest expected count of a bin of the chi-squared test; rarer tokens share one bin."""
 
@@ -279,12 +284,18 @@ def chi_squared_tail(statistic: float, freedom: int) -> float:
 
 
 def probability_score(samples: CanarySamples) -> float:
-    """Return the sum of p(y) - sum_v p(v)^2 over sampled tokens, over the root of its sum of
-    squares; 0 without any."""
+    """Return the sum of p(y) - sum_v p(v)^2 over sampled tokens, over its standard deviation; 0
+    without any."""
     chosen = samples.trained
     chances = np.exp(samples.trainer[chosen].astype(np.float64))
-    differences = chances - samples.sum_p_squared[chosen]
-    spread = math.sqrt(float((differences**2).sum()))
+    expected = samples.sum_p_squared[chosen].astype(np.float64)
+    differences = chances - expected
+    certain = expected > CERTAIN
+    # Rounding may exceed 1.
+    root = np.sqrt(np.minimum(expected[certain], 1.0))
+    squares = differences**2
+    least = max(float(squares[certain].sum()), float((root**3 * (1.0 - root)).sum()))
+    spread = math.sqrt(float(squares[~certain].sum()) + least)
     return float(differences.sum()) / spread if spread else 0.0
 
 

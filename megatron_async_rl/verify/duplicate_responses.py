@@ -10,8 +10,10 @@ statistics follow; the row fails if one of them is impossible:
   pairs). It must have a probability of at least TAIL at SLACK times that mean, which covers the
   estimate's error;
 - short responses: every group has identical pairs. Their number minus the expected number has mean
-  0 in each group, and groups are independent, so the sum over groups must be below SIGMAS times the
-  root of the sum of squares.
+  0 in each group, and groups are independent, so the sum over groups must be below SIGMAS times its
+  standard deviation. The sum of squares estimates the variance, except for a policy that is nearly
+  certain: other responses are so rare that a run may have none. A count of n pairs whose mean is
+  n s has a variance of at most n^2 s (1 - s), so the larger of the two sums is used.
 
 Pairs of one engine and pairs across engines have a row each: engines that share a seed draw the
 same numbers, so only pairs across engines become more frequent.
@@ -47,15 +49,21 @@ class DuplicateResponses(RunCheck):
     def __init__(self, records: RunRecords) -> None:
         self._size = records.config.flow.group_size
         self._supervised = not records.config.has_engines
+        # The store draws distinct responses with repetition, by their rewards.
+        self._replays = any(
+            one.flow.selection.name == "replay"
+            for one in (records.config, *(config for _, config in records.configs))
+        )
         self._groups: dict[int, list[SampleFacts]] = {}
         self._expected = {DUPLICATES: 0.0, SEEDS: 0.0}
         self._found = {DUPLICATES: Places(), SEEDS: Places()}
         self._counted = {DUPLICATES: 0, SEEDS: 0}
-        self._excess = {DUPLICATES: [0.0, 0.0], SEEDS: [0.0, 0.0]}
-        """Sum over the groups of identical pairs minus expected ones, and of its square."""
+        self._excess = {DUPLICATES: [0.0, 0.0, 0.0], SEEDS: [0.0, 0.0, 0.0]}
+        """Sum over the groups of identical pairs minus expected ones, of its square, and of the
+        bound of its variance."""
 
     def ended(self, end: EndedSample) -> None:
-        if end.outcome not in ("trained", "dropped") or not end.facts.trained:
+        if end.outcome not in ("trained", "dropped") or not end.facts.trained or self._replays:
             return
         members = self._groups.setdefault(end.facts.group, [])
         members.append(end.facts)
@@ -84,6 +92,9 @@ class DuplicateResponses(RunCheck):
             excess = len(equal) - chance
             self._excess[name][0] += excess
             self._excess[name][1] += excess * excess
+            # Rounded probabilities may exceed 1.
+            share = min(1.0, chance / len(pairs))
+            self._excess[name][2] += len(pairs) ** 2 * share * (1.0 - share)
             if equal:
                 one, other = equal[0]
                 self._found[name].add(
@@ -106,6 +117,8 @@ class DuplicateResponses(RunCheck):
                 why = "no group has samples of two engines"
             if self._supervised:
                 why = "a supervised run samples nothing"
+            elif self._replays:
+                why = "flow.selection: replay draws samples again"
             return absent(name, why, bound, REMEDIES[name])
         mean = SLACK * self._expected[name] + BASE
         ok = poisson_tail(found.count, mean) >= TAIL
@@ -113,10 +126,11 @@ class DuplicateResponses(RunCheck):
             f"{found.count} of {groups} groups have identical responses, expected at most"
             f" {self._expected[name]:.4g}"
         )
-        total, squares = self._excess[name]
+        total, squares, bounds = self._excess[name]
+        variance = max(squares, bounds)
         # The sum is near a normal variable only if pairs are frequent.
-        if self._expected[name] >= MIN_EXPECTED and squares > 0:
-            sigmas = total / math.sqrt(squares)
+        if self._expected[name] >= MIN_EXPECTED and variance > 0:
+            sigmas = total / math.sqrt(variance)
             ok = ok and sigmas <= SIGMAS
             value += f"; pairs {sigmas:+.1f} standard deviations from expected"
         return row(name, value, bound, ok, REMEDIES[name], () if ok else found.first)

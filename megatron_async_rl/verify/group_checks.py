@@ -9,7 +9,8 @@ left out, because they have no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from megatron_async_rl.metrics.log import MetricRow, number
 from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
@@ -41,6 +42,8 @@ class GroupSizes(RunCheck):
         self._replays = records.config.flow.selection.name == "replay"
         self._open: dict[tuple[int, int], int] = {}
         self._step = 0
+        self._first: int | None = None
+        """First step with samples in the log."""
         self._wrong = Places()
         self._groups = self._trained = self._errors = self._finished = 0
         self._equal: list[float] = [0.0, 0.0]
@@ -57,18 +60,28 @@ class GroupSizes(RunCheck):
         self._errors += not end.facts.valid
         if end.outcome != "trained" or self._replays:
             return
-        if end.step != self._step:
-            self._close()
-            self._step = end.step
-        key = end.step, end.facts.group
-        self._open[key] = self._open.get(key, 0) + 1
+        self._add(end.step, end.facts.group)
         self._trained += 1
+
+    def unread(self, outcome: Mapping[str, Any]) -> None:
+        # Older samples of a group may be in a segment that was deleted.
+        if outcome["outcome"] == "trained" and not self._replays:
+            self._add(outcome["step"], outcome["group"])
+
+    def _add(self, step: int, group: int) -> None:
+        if step != self._step:
+            self._close()
+            self._step = step
+        if self._first is None:
+            self._first = step
+        self._open[step, group] = self._open.get((step, group), 0) + 1
 
     def _close(self) -> None:
         size = self._records.config_of(self._step).flow.group_size
         for (step, group), count in self._open.items():
             self._groups += 1
-            if count != size:
+            # The first step of a log without its oldest segments may be there in part.
+            if count != size and (step > (self._first or 0) or step == 1):
                 self._wrong.add(f"step {step}, group {group}: {count} samples of {size}")
         self._open.clear()
 

@@ -9,8 +9,8 @@ Two bounds, both on means of |logp - logp_behavior| over at least MIN_TOKENS tok
   that, because a model rounds in every layer; temperature on one side, shifted log-probs and stale
   weights after large steps are far above it;
 - the run's own rounding: the median over the cells of one kind (depths, engines, versions). A cell
-  may be RATIO times the median, or the rounding of the dtype if that is larger. This finds a fault
-  of one engine, of long contexts, or that grows with the versions, far below the first bound.
+  may be RATIO times the median, or FLOOR roundings of the dtype if that is larger. This finds a
+  fault of one engine, of long contexts, or that grows with the versions, far below the first bound.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ FP8_EPSILON = 2.0**-5
 """Effective relative rounding of a product of FP8 numbers: each has 2^-4, and sums average it."""
 ROUNDINGS = 8.0
 RATIO = 4.0
+FLOOR = 2.0
+"""Mean, in roundings, that a cell may always have: the median of a policy that became certain is
+far below the rounding of the uncertain tokens before."""
 MIN_TOKENS = 64
 """Smallest number of tokens of a cell: rare large differences decide a mean of fewer."""
 TREND_PARTS = 3
@@ -190,11 +193,11 @@ class LogprobDifferences(RunCheck):
             return absent(NAMES[kind], why, "", REMEDIES[kind])
         assert callable(name_of)
         typical = median(cells.values())
-        limit = max(RATIO * typical, self._rounding)
+        limit = max(RATIO * typical, FLOOR * self._rounding)
         high = {key: mean for key, mean in cells.items() if not mean <= limit}
         worst = max(cells, key=lambda key: cells[key])
         value = f"largest mean {cells[worst]:.2g} nats ({name_of(worst)}); median {typical:.2g}"
-        bound = f"at most {limit:.2g} nats ({RATIO:g} medians, or one rounding)"
+        bound = f"at most {limit:.2g} nats ({RATIO:g} medians, or {FLOOR:g} roundings)"
         details = [f"{name_of(key)}: mean {mean:.2g} nats" for key, mean in high.items()]
         return row(NAMES[kind], value, bound, not high, REMEDIES[kind], details)
 
@@ -206,7 +209,9 @@ class LogprobDifferences(RunCheck):
         size = len(means) // TREND_PARTS
         # Medians, so that one version, which has a row of its own, does not make a trend.
         first, last = median(means[:size]), median(means[-size:])
-        limit = max(TREND_RATIO * first, self._rounding)
+        limit = max(TREND_RATIO * first, FLOOR * self._rounding)
         value = f"first third {first:.2g} nats, last third {last:.2g}"
-        bound = f"last third at most {limit:.2g} nats ({TREND_RATIO:g} times the first)"
+        bound = (
+            f"last third at most {limit:.2g} nats ({TREND_RATIO:g} times, or {FLOOR:g} roundings)"
+        )
         return row(NAMES["trend"], value, bound, last <= limit, REMEDIES["trend"])

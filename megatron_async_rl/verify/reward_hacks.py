@@ -37,6 +37,9 @@ SUSPICIOUS = 0.05
 GOLD_KEYS = ("answer", "gold", "ground_truth", "solution", "target", "label", "expected")
 MIN_PROMPT_TEXT = 4
 """Shortest piece of a prompt whose repetition means something, in characters."""
+MAX_GOLD = 80
+"""Longest gold answer that a response may be expected to state, in characters."""
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
 MARKUP = re.compile(r"<\|[^|>]*\|>|</?\w+>")
 ROLES = ("system", "user", "assistant", "tool")
 HACKS, JUMPS = "rewarded responses", "reward jumps"
@@ -101,7 +104,7 @@ class RewardHacks(RunCheck):
             repeats = bool(copied) or is_part_of(prompt, text)
             # A question often contains its answer: a copy of it states nothing.
             rest = functools.reduce(lambda left, line: left.replace(line, ""), copied, text)
-            literal = gold in rest
+            literal = _plain(gold) in _plain(rest)
             same = len(golds[text.strip()]) > 1
             self._literal += literal
             self._repeats += repeats
@@ -142,8 +145,15 @@ def gold_answer(fields: dict[str, Any]) -> str:
         value = fields.get(key)
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             # GSM8K: the answer follows the last mark.
-            return str(value).rpartition("####")[2].strip()
+            gold = str(value).rpartition("####")[2].strip()
+            # A program or an essay is a reference: a right answer need not have its words.
+            return gold if len(gold) <= MAX_GOLD and "\n" not in gold else ""
     return ""
+
+
+def _plain(text: str) -> str:
+    # Rewards accept another case and separators of thousands.
+    return THOUSANDS.sub("", text).casefold()
 
 
 def questions(prompt: str) -> list[str]:

@@ -8,9 +8,10 @@ a fault only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.starts import Start
@@ -52,6 +53,9 @@ class RunCheck:
 
     def ended(self, end: EndedSample) -> None:
         """Accumulate an outcome of a sample."""
+
+    def unread(self, outcome: Mapping[str, Any]) -> None:
+        """Accumulate a row of outcomes whose sample was not read: its segment was deleted."""
 
     def result(self) -> Iterable[ScorecardRow]:
         """Return the rows, after everything was read."""

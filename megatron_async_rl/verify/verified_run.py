@@ -174,6 +174,8 @@ def _read_log(
                             continue
                         facts = pending.get((row["id"], row["finished_at"]))
                         if facts is None:
+                            for check in checks:
+                                check.unread(row)
                             continue
                         end = EndedSample(
                             facts, row["outcome"], row["step"], row["reason"], row["place"]

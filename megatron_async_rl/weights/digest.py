@@ -122,21 +122,24 @@ class _Slot:
     """Memory and keys for small parts with the same shape at the same place. Everything that does
     not depend on their bytes is computed once: it would take longer than the sums."""
 
+    # A tensor made in inference mode cannot be written outside of it.
+    @torch.inference_mode(False)
     def __init__(self, dtype: torch.dtype, rows: int, columns: int, row: int, column: int) -> None:
         first, lead = divmod(column * dtype.itemsize, WORD)
         # A word of zeros follows each row, and one comes before the first: a word that begins half
         # a word earlier then has no byte of another row.
         width = -(-(lead + columns * dtype.itemsize) // WORD) + 1
-        memory = torch.zeros(1 + rows * width, dtype=torch.int64)
+        memory = torch.zeros(1 + rows * width, dtype=torch.int64, device="cpu")
         start = lead // dtype.itemsize
         # A copy within a dtype keeps all bits.
         self._place = memory[1:].view(rows, width).view(dtype)[:, start : start + columns]
         self._shape = self._place.shape
-        self._elements = torch.tensor(rows * columns)
+        self._elements = torch.tensor(rows * columns, device="cpu")
         self._read = []
         for which, earlier in enumerate((0, HALF)):
             place = memory.untyped_storage()[WORD - earlier : WORD * len(memory) - earlier]
-            words = torch.empty(0, dtype=torch.int64).set_(place, 0, (rows * width,))
+            empty = torch.empty(0, dtype=torch.int64, device="cpu")
+            words = empty.set_(place, 0, (rows * width,))
             keys = _keys(_ROWS[which], row, rows, memory.device)
             across = _keys(_COLUMNS[which], first, width, memory.device)
             self._read.append((words, (keys[:, None] * across).flatten()))
@@ -206,7 +209,7 @@ def _words_in_place(bits: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
         memory = bits.untyped_storage()[
             start : start + (rows - 1) * halves.stride(0) * HALF + (count - 2) * HALF
         ]
-        words = torch.empty(0, dtype=torch.int64)
+        words = torch.empty(0, dtype=torch.int64, device="cpu")
         yield 1, words.set_(memory, 0, (rows, count // 2 - 1), (halves.stride(0) // 2, 1))
 
 
@@ -221,9 +224,8 @@ def _keys(seed: int, start: int, count: int, device: torch.device) -> Tensor:
 
 def _odd(seed: int, count: int) -> Tensor:
     """Return the first numbers of splitmix64, made odd; [count] int64."""
-    x = torch.arange(1, count + 1) * _signed(0x9E3779B97F4A7C15) + _signed(
-        seed * 0xD1B54A32D192ED03
-    )
+    x = torch.arange(1, count + 1, device="cpu")
+    x = x * _signed(0x9E3779B97F4A7C15) + _signed(seed * 0xD1B54A32D192ED03)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ _shifted(x, shift)) * _signed(factor)
     return (x ^ _shifted(x, 31)) | 1

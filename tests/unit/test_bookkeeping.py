@@ -127,3 +127,15 @@ def test_checks_without_data_are_absent(tmp_path: Path) -> None:
     checks.take(TrainBatch(version=0, samples=given.samples.set_column(at, field, reasons)))
     assert checks.report(2) == {}
     assert not read_events(tmp_path)
+
+
+def test_responses_that_a_store_draws_again_are_no_fault(tmp_path: Path) -> None:
+    again = [sample(f"0-{k}", [1, 2, 3, END], logp=-5.0) for k in range(4)]
+    seeds = RunningChecks(tmp_path, {END})
+    store = RunningChecks(tmp_path, {END}, replays=True)
+    for checks in (seeds, store):
+        checks.take(batch(again))
+    assert seeds.report(1)["response/repeated"] == 3
+    found = store.report(1)
+    assert "response/repeated" not in found
+    assert found["response/without_logprob"] == 0

@@ -167,3 +167,13 @@ def test_threads_do_not_write_to_the_same_memory() -> None:
 
     with ThreadPoolExecutor(1) as other:
         assert slot() is slot() is not other.submit(slot).result()
+
+
+def test_inference_mode_and_default_device_do_not_matter() -> None:
+    part = torch.randn(3, 7)
+    with torch.inference_mode():
+        first = tensor_digest(part)
+    with torch.device("meta"):
+        other = tensor_digest(part[:, :5])
+    assert tensor_digest(part) == first
+    assert tensor_digest(part[:, :5]) == other
