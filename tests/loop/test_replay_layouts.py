@@ -60,6 +60,7 @@ def on(config: Config, ranks: int, **sizes: int) -> Config:
     return config.model_copy(update={"policy": policy})
 
 
+@thorough
 def test_a_resume_on_another_layout_is_repeated_on_both(loop: OneProcess) -> None:
     config = loop.config("both", *SMALL, "policy.parallel={ranks: 2, tensor: 2}")
     run_on_ranks(config, KILLED)

@@ -400,8 +400,8 @@ def test_a_function_in_the_working_directory_is_a_reward(
         ("arithmetics", "did you mean 'arithmetic'"),
         (
             "zzz",
-            "use one of arithmetic, countdown, math, code, http, judge, environment, or"
-            " module:function",
+            "use one of arithmetic, countdown, math, code, http, judge, environment,"
+            " reasoning_gym, or module:function",
         ),
         (":score", "is not of the form module:function"),
         ("FILE:", "is not of the form module:function"),
