@@ -8,7 +8,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -394,29 +393,20 @@ class World(RuleBasedStateMachine):
 
     @rule()
     def the_run_stops_and_goes_on_with_its_buffer(self) -> None:
-        """All that had come is there again, and all that had not is asked again. Groups whose
-        rewards have all failed are sampled again, and with exact_lag all others with them."""
+        """All that had come is there again, and all that had not is asked again."""
         before, pending = self.scheduler, self.all_pending()
-        saved, exact = before.buffer(), isinstance(self.flow.selection, ExactLag)
-        failed = [
-            one
-            for one in saved.groups
-            if one.finished is not None and not any(sample.valid for sample in one.samples)
-        ]
-        kept = [one for one in saved.groups if one not in failed and not (exact and failed)]
-        halves = {entry.index for entry in kept if entry.finished is None}
+        halves = {entry.index for entry in waiting(before).values() if entry.finished is None}
         missing = sorted(one.id for one in self.wanted.values() if one.group in halves)
+        saved = before.buffer()
         self.begin_at(
             self.newest, self.flow, before.next_index, pending, read_buffer(buffer_bytes(saved))
         )
         again = self.scheduler.buffer()
-        assert contents(again) == contents(replace(saved, groups=tuple(kept)))
+        assert contents(again) == contents(saved)
         assert sorted(self.wanted) == missing
         assert self.scheduler.pending() == pending
         assert again.equal == saved.equal
-        if failed:
-            self.first_versions.add(max(self.newest, self.fresh))
-        if exact and self.steps is None:
+        if isinstance(self.flow.selection, ExactLag) and self.steps is None:
             assert set(again.first_versions) <= self.first_versions, (
                 "what is checked is not checked less"
             )
