@@ -124,7 +124,7 @@ def restorable(
         log.warning(
             "version %d continues with %d of the %d groups in the buffer and samples the others"
             " again: for the present flow, run.steps and objective.snapshots, they are of another"
-            " size, too many, or too old, or all their rewards failed",
+            " size, too many, or too old",
             version,
             len(groups),
             len(buffer.groups),
@@ -143,7 +143,6 @@ def _within_the_law(
         if (
             len(taken) < places
             and _fits(group, flow.group_size)
-            and _has_a_reward(group)
             and min(_versions(group, version)) >= oldest
         ):
             taken.append(group)
@@ -155,12 +154,6 @@ def _fits(group: GroupState, size: int) -> bool:
     if group.finished is not None:
         return have == size
     return have <= size == have + len(group.open)
-
-
-def _has_a_reward(group: GroupState) -> bool:
-    """Return False for a finished group whose rewards have all failed. A resume, perhaps with a
-    corrected reward, samples it again: a batch of such groups ends the run."""
-    return group.finished is None or any(sample.valid for sample in group.samples)
 
 
 def _versions(group: GroupState, now: int) -> set[int]:
