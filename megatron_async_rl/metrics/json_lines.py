@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_async_rl.config.durable import unreadable
+from pydantic import BaseModel, ValidationError
+
+from megatron_async_rl.config.durable import reading, unreadable
 from megatron_async_rl.config.problem import UserError
 
 BLOCK_BYTES = 2**22
@@ -189,6 +191,22 @@ class GrowingFile:
         # Another file, or a file that was cut and has grown again, has other bytes here.
         file.seek(self._offset - len(self._last))
         return file.read(len(self._last)) == self._last
+
+
+def read_lines[Line: BaseModel](path: Path, kind: type[Line], noun: str) -> Iterator[Line]:
+    """Yield the complete lines of a file in order, each as a `kind`; none without the file. Raises
+    UserError for a line that is not a `noun`."""
+    if not path.exists():
+        return
+    with reading(path):
+        for lines, _ in GrowingFile(path).blocks():
+            for place, line in lines:
+                try:
+                    yield kind.model_validate_json(line)
+                except ValidationError as error:
+                    fault = error.errors()[0]
+                    why = f"{'.'.join(map(str, fault['loc']))} {fault['msg']}".strip()
+                    raise not_a_line(f"{path}:{place}", noun, why) from error
 
 
 def not_a_line(where: str, noun: str, why: object) -> UserError:

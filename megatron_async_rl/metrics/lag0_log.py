@@ -14,11 +14,8 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from megatron_async_rl.config.durable import reading
 from megatron_async_rl.config.settings_model import Strict
-from megatron_async_rl.metrics.json_lines import GrowingFile, cut_lines, not_a_line
+from megatron_async_rl.metrics.json_lines import cut_lines, read_lines
 
 FILE = "lag0.jsonl"
 CUT_FILE = "lag0.cut.jsonl"
@@ -74,16 +71,4 @@ def _short(value: float) -> float:
 def read_lag0(run_dir: Path) -> Iterator[Lag0Line]:
     """Yield the complete lines in order; none without the file. Raises UserError for another
     line."""
-    path = run_dir / FILE
-    if not path.exists():
-        return
-    with reading(path):
-        for lines, _ in GrowingFile(path).blocks():
-            for place, line in lines:
-                try:
-                    yield Lag0Line.model_validate_json(line)
-                except ValidationError as error:
-                    fault = error.errors()[0]
-                    why = f"{'.'.join(map(str, fault['loc']))} {fault['msg']}".strip()
-                    where = f"{path}:{place}"
-                    raise not_a_line(where, "differences at lag 0", why) from error
+    return read_lines(run_dir / FILE, Lag0Line, "differences at lag 0")

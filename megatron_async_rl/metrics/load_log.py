@@ -14,11 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from megatron_async_rl.config.durable import reading
 from megatron_async_rl.config.settings_model import Strict
-from megatron_async_rl.metrics.json_lines import GrowingFile, cut_lines, not_a_line
+from megatron_async_rl.metrics.json_lines import cut_lines, read_lines
 
 FILE = "loads.jsonl"
 CUT_FILE = "loads.cut.jsonl"
@@ -64,15 +61,4 @@ class LoadLog:
 def read_loads(run_dir: Path) -> Iterator[WeightLoad]:
     """Yield the complete lines in order; none without the file. Raises UserError for another
     line."""
-    path = run_dir / FILE
-    if not path.exists():
-        return
-    with reading(path):
-        for lines, _ in GrowingFile(path).blocks():
-            for place, line in lines:
-                try:
-                    yield WeightLoad.model_validate_json(line)
-                except ValidationError as error:
-                    fault = error.errors()[0]
-                    why = f"{'.'.join(map(str, fault['loc']))} {fault['msg']}".strip()
-                    raise not_a_line(f"{path}:{place}", "a load of weights", why) from error
+    return read_lines(run_dir / FILE, WeightLoad, "a load of weights")
