@@ -28,7 +28,7 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fleet_without_engines_is_refused() -> None:
-    with pytest.raises(ValueError, match="^a fleet needs at least one engine$"):
+    with pytest.raises(ValueError, match="a fleet needs at least one engine"):
         Fleet([], FakeLaunch([]), Listener(), FleetSettings())
 
 
