@@ -293,30 +293,30 @@ class MemoryDriver:
         self.calls.append((exposed.__cuda_array_interface__, str(device)))
         return torch.arange(exposed.__cuda_array_interface__["shape"][0], dtype=torch.uint8)
 
-    def cuMemAlloc_v2(self, pointer: Any, size: Any) -> int:  # noqa: N802 - CUDA's name
+    def cuMemAlloc_v2(self, pointer: Any, size: Any) -> int:
         pointer._obj.value = 4096
         self.calls.append(("alloc", size.value))
         return 0
 
-    def cuIpcGetMemHandle(self, handle: Any, pointer: Any) -> int:  # noqa: N802
+    def cuIpcGetMemHandle(self, handle: Any, pointer: Any) -> int:
         handle._obj.content[:] = range(64)
         self.calls.append(("handle", pointer.value))
         return self._handle
 
-    def cuMemFree_v2(self, pointer: Any) -> int:  # noqa: N802
+    def cuMemFree_v2(self, pointer: Any) -> int:
         self.calls.append(("free", pointer.value))
         return 0
 
-    def cuIpcOpenMemHandle_v2(self, pointer: Any, handle: Any, flags: Any) -> int:  # noqa: N802
+    def cuIpcOpenMemHandle_v2(self, pointer: Any, handle: Any, flags: Any) -> int:
         pointer._obj.value = 8192
         self.calls.append(("open", bytes(handle).hex(), flags.value))
         return 0
 
-    def cuIpcCloseMemHandle(self, pointer: Any) -> int:  # noqa: N802
+    def cuIpcCloseMemHandle(self, pointer: Any) -> int:
         self.calls.append(("close", pointer.value))
         return 0
 
-    def cuGetErrorName(self, code: int, name: Any) -> int:  # noqa: N802
+    def cuGetErrorName(self, code: int, name: Any) -> int:
         return 1
 
 
