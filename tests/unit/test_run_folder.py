@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -278,3 +279,43 @@ def test_openmp_s_file_of_a_dead_process_goes(tmp_path: Path) -> None:
     for file in files.values():
         file.touch()
     assert remove_stale(tmp_path) == [files["dead"]]
+
+
+def test_a_public_folder_can_be_passed_through_and_is_removed_at_the_end(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr(module.atexit, "register", lambda *given: at_exit.append(given))
+    stale = base / "mar-00000000"
+    stale.mkdir()
+    (stale / module.LOCK).touch()
+    module.public_folder.cache_clear()
+    place = module.public_folder(base)
+    assert module.public_folder(base) == place, "one for a process"
+    assert not stale.exists()
+    assert place.parent == base
+    assert module._NAME.fullmatch(place.name)
+    assert place.stat().st_mode & 0o777 == 0o711
+    ((remove, folder, owner),) = at_exit
+    assert (folder.path, folder.place, len(folder.locks)) == (place, place, 1)
+    remove(folder, owner + 1)
+    assert place.exists(), "a fork removes nothing"
+    remove(folder, owner)
+    assert not place.exists()
+    module.public_folder.cache_clear()
+
+
+def test_only_a_link_that_certainly_leads_nowhere_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "target")
+    assert module._leads_nowhere(link)
+    (tmp_path / "target").mkdir()
+    assert not module._leads_nowhere(link)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(module.os, "stat", refuse)
+    assert not module._leads_nowhere(link)
