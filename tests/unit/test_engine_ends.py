@@ -14,12 +14,14 @@ from megatron_async_rl.flow import engine_task
 from megatron_async_rl.flow.errors import FlowError
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
 from megatron_async_rl.flow.router import Listener
-from megatron_async_rl.flow.updates import WeightUpdates
+from megatron_async_rl.flow.updates import Transfer, WeightUpdates
 from megatron_async_rl.samples.types import Request
+from megatron_async_rl.weights.manifest import BucketRef, Manifest
 from megatron_async_rl.weights.version_digest import version_digest
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, specs
 from tests.unit.fleet_harness import FleetHarness, fleet_of, ids, never, requests
 from tests.unit.flow_setup import PROMPTS, controller_of, flow, run, until
+from tests.unit.relay_harness import Reader
 
 
 @pytest.fixture(autouse=True)
@@ -274,5 +276,50 @@ def test_after_a_halt_every_wait_for_a_version_raises_its_error() -> None:
         for wait in (*waits, partial(updates.until_released, 3)):
             with pytest.raises(ValueError, match="wrong"):
                 await wait()
+
+    run(body)
+
+
+def test_a_transfer_lasts_until_the_last_engine_and_an_older_one_changes_nothing() -> None:
+    async def body() -> None:
+        readers = [Reader(index) for index in range(4)]
+        updates = WeightUpdates(lambda: readers, 1.0)
+        assert updates.last is None
+
+        def staged(version: int) -> None:
+            bucket = BucketRef(path=f"/{version}", size=16, nbytes=9, entries=())
+            updates.stage(version, Manifest(buckets=(bucket,), digests={}, seconds=0.25))
+
+        async def load(reader: Reader, seconds: float) -> None:
+            gate = asyncio.Event()
+            asyncio.get_running_loop().call_later(seconds, gate.set)
+            await reader.load(updates, gate)
+
+        def transfer(version: int, seconds: float, paused_s: float) -> Transfer:
+            return Transfer(version=version, nbytes=9, seconds=seconds, paused_s=paused_s)
+
+        staged(3)
+        await asyncio.sleep(1.0)
+        loads = [asyncio.create_task(load(reader, at + 2.0)) for at, reader in enumerate(readers)]
+        await loads[0]
+        assert updates.last == transfer(3, 3.25, 2.0)
+        late = asyncio.create_task(load(readers[0], 0.5))
+        await loads[1]
+        assert updates.last == transfer(3, 4.25, 3.0)
+        staged(4)
+        await late
+        assert updates.last == transfer(4, 0.25, 0.0)
+        await loads[2]
+        assert updates.last == transfer(4, 0.25, 0.0)
+        failed = asyncio.create_task(load(readers[1], 0.5))
+        await asyncio.sleep(0.25)
+        failed.cancel()
+        await asyncio.wait([failed])
+        assert updates.last == transfer(4, 0.25, 0.0), "it has not loaded"
+        await load(readers[2], 0.25)
+        assert updates.last == transfer(4, 1.75, 0.25)
+        await load(readers[1], 0.125)
+        assert updates.last == transfer(4, 1.875, 0.25), "the longest pause"
+        await loads[3]
 
     run(body)
