@@ -103,4 +103,4 @@ def test_errors_and_classes_have_their_marks() -> None:
     assert "secret" not in repr(relay_server.Address(host="h", port=1, key=b"secret"))
     assert (logs.PRIMARY, logs.KILLED, logs.DEADLINE, logs.SECONDARY) == (0, 1, 2, 3)
     assert (alignment.KEEP, alignment.PROJECT, alignment.SKIP) == (0, 1, 2)
-    assert frames.HEADER_BYTES == len(frames._header(frames.ROWS, 0, b""))
+    assert len(frames._header(frames.ROWS, 0, b"")) == frames.HEADER_BYTES

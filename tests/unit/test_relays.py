@@ -4,6 +4,7 @@ what a failure costs."""
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -450,7 +451,8 @@ def test_a_carrier_to_other_memory_has_agents_with_the_runs_limits(
         log_dir=Path("logs"),
         restarts_per_hour=7,
         **limits,
-        **(SET if transport == "collective" else {}),  # type: ignore[arg-type]
+        at_once=1 if transport == "collective" else math.inf,
+        with_engines=transport == "collective",
     )
     first, (updates, source, launch, listener, given) = made
     assert (updates, listener, given) == ("updates", "listener", settings)
