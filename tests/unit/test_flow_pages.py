@@ -73,6 +73,7 @@ async def recorded(tmp_path: Path, settings: dict[str, Any], fails: dict[int, st
     """Return what a run shows. fails: what happens before each step."""
     launch = FakeLaunch([engine(index) for index in range(3)], again=engine)
     launch.make = engine
+    sleeps = settings.pop("sleeps", False)
     controller = await begin(
         launch,
         flow(prompts_per_step=2, **settings),
@@ -104,13 +105,17 @@ async def recorded(tmp_path: Path, settings: dict[str, Any], fails: dict[int, st
             for group in groups_of(handout.batch)
         ]
         text += f"$ step {version + 1}\n{listed({'groups': groups})}{listed(dict(handout.metrics))}"
+        if sleeps:
+            await controller.sleep()
         await stage(controller, version + 1)
         if version in (1, STEPS - 1):
             text += await state_of(controller)
     await controller.close()
     stats = controller.stats()
     text += "$ counts\n" + listed({name: stats[name] for name in stats if name != "engines"})
-    return text + listed({"engines": stats["engines"]})
+    text += listed({"engines": stats["engines"]})
+    calls = {f"calls of engine {at}": one.calls for at, one in enumerate(launch.engines)}
+    return text + listed({"starts": launch.starts, **calls})
 
 
 def logged(tmp_path: Path) -> str:
@@ -140,6 +145,7 @@ FLOWS: dict[str, tuple[dict[str, Any], dict[int, str]]] = {
         {"async_ratio": 1.0, "late": "drop", "selection": {"name": "windowed", "window": 3}},
         {3: "lost"},
     ),
+    "colocated": ({"async_ratio": 1.0, "sleeps": True}, {1: "lost", 4: "evaluate"}),
     "replay": ({"async_ratio": 1.0, "selection": {"name": "replay", "recent": 0.5}}, {}),
 }
 
@@ -156,7 +162,8 @@ def test_a_whole_flow_is_the_one_on_its_page(
     texts: list[str] = []
 
     async def body() -> None:
-        texts.append(await recorded(tmp_path, *FLOWS[name]))
+        settings, fails = FLOWS[name]
+        texts.append(await recorded(tmp_path, {**settings}, fails))
         await asyncio.sleep(0)
 
     run(body)
