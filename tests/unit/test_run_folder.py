@@ -319,3 +319,22 @@ def test_only_a_link_that_certainly_leads_nowhere_does(
 
     monkeypatch.setattr(module.os, "stat", refuse)
     assert not module._leads_nowhere(link)
+
+
+def test_a_file_that_is_gone_meanwhile_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, files = os.getuid(), []
+    for pid, owner in ((10, user), (11, user), (12, user + 1), (13, user)):
+        files.append(tmp_path / f"__KMP_REGISTERED_LIB_{pid}_{owner}")
+        files[-1].touch()
+    (tmp_path / "__KMP_REGISTERED_LIB_9_x").touch()
+
+    def condition(pid: int, written: float) -> str | None:
+        if pid == 10:
+            raise PermissionError
+        return "sleeping" if pid == 13 else None
+
+    monkeypatch.setattr(module, "condition", condition)
+    assert remove_stale(tmp_path) == [files[1]]
+    assert [path.exists() for path in files] == [True, False, True, True]
