@@ -338,3 +338,23 @@ def test_a_file_that_is_gone_meanwhile_hides_no_other(
     monkeypatch.setattr(module, "condition", condition)
     assert remove_stale(tmp_path) == [files[1]]
     assert [path.exists() for path in files] == [True, False, True, True]
+
+
+def test_what_python_cannot_remove_programs_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[Any] = []
+    monkeypatch.setattr(module.subprocess, "run", lambda given, **_: commands.append(given))
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    module.remove_tree(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    assert commands == []
+    (tmp_path / "c").symlink_to("nowhere")
+
+    def deep(*_: Any, **__: Any) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(module.shutil, "rmtree", deep)
+    module.remove_tree(tmp_path / "c")
+    end = ["--", tmp_path / "c"]
+    assert commands == [["chmod", "-R", "u+rwx", *end], ["rm", "-rf", *end]]

@@ -216,3 +216,43 @@ def test_a_launcher_that_ends_or_falls_silent_is_named(
             {"still_s": 0.0, "lost": ["Node 2 (h2) last reported 10 s ago."]},
         ),
     ]
+
+
+def test_other_machines_are_waited_for_until_all_have_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = ["here", "h1", "h2"]
+    states = [process(f"launcher {at}", host=host).state for at, host in enumerate(hosts)]
+    states.append(process("rank 0", host="h3").state)
+    monkeypatch.setattr(stall, "read_states", lambda run_dir: states)
+    monkeypatch.setattr(stall.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(stall, "ANSWER_S", 3.0)
+
+    def asked(answers: dict[str, tuple[float, str | None]], *, at_the_end: bool) -> Any:
+        """Return the hosts that answered and the time. answers: time and reason by host."""
+        now = 100.0
+
+        def sleep(seconds: float) -> None:
+            nonlocal now
+            assert seconds == stall._POLL_S
+            now += 0.5
+
+        def read(run_dir: Path) -> list[HostSnapshot]:
+            return [
+                HostSnapshot(host=host, processes=(), ends=ends)
+                for host, (at, ends) in answers.items()
+                if now - 100.0 >= at
+            ]
+
+        monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+        monkeypatch.setattr(stall, "read_others", read)
+        found = stall.ask_other_machines(tmp_path, at_the_end=at_the_end)
+        return [one.host for one in found], now - 100.0
+
+    both: dict[str, tuple[float, str | None]] = {"h1": (0.0, None), "h2": (1.0, "ends")}
+    assert asked(both, at_the_end=False) == (["h1", "h2"], 1.0)
+    assert asked(both, at_the_end=True) == (["h1", "h2"], 3.0), "an earlier answer does not count"
+    assert asked({"h1": (0.0, "x"), "h2": (2.0, "y")}, at_the_end=True) == (["h1", "h2"], 2.0)
+    assert asked({"h1": (0.0, None)}, at_the_end=False) == (["h1"], 3.0)
+    states[1:3] = []
+    assert asked({}, at_the_end=False) == ([], 0.0)
