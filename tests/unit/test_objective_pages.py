@@ -13,8 +13,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from megatron_async_rl.config.losses import OaplLoss
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.objective import Objective, valid_samples
+from megatron_async_rl.objectives.losses.oapl import decide_oapl
+from megatron_async_rl.objectives.objective import Objective, valid_samples, whole_batch
+from megatron_async_rl.objectives.off_policy import proximal_metrics
 from tests.stored_pages import require_page
 from tests.token_batches import part_of
 from tests.train_batches import columns, ragged_batch
@@ -141,3 +144,31 @@ def test_every_combination_needs_the_columns_of_its_page() -> None:
             f" {sorted(objective.needs_again)} {objective._correct_whole} {objective.adds_terms}\n"
         )
     require_page("objectives/columns", "".join(lines))
+
+
+def test_a_batch_without_samples_has_no_numbers_and_no_loss() -> None:
+    samples = BATCH.select([])
+    for loss in ("ppo_clip", "oapl", "m2po", "gspo"):
+        objective = Objective(ObjectiveConfig.model_validate({"loss": loss}))
+        known = {name: torch.empty(0, dtype=torch.float64) for name in objective.needs}
+        prepared = objective.prepare(samples, known)
+        assert len(prepared.logp) == 0
+        targets = objective.decide(samples, prepared)
+        assert (targets.denominators.tokens, targets.denominators.sequences) == (0, 0)
+        assert targets.metrics == {}
+    whole = whole_batch(samples, {})
+    assert whole.group_centred(whole.require("rewards")).tolist() == []
+    assert decide_oapl(whole, OaplLoss()).sequences["advantage"].tolist() == []
+    assert whole.select(torch.arange(0)) is whole
+    assert proximal_metrics(whole, torch.empty(0)) == {}
+
+
+def test_all_sequences_of_a_batch_are_the_batch_itself() -> None:
+    whole = whole_batch(valid_samples(BATCH), {})
+    assert whole.select(torch.arange(whole.sequences)) is whole
+    part = whole.select(torch.arange(1, whole.sequences))
+    assert part.sequences == whole.sequences - 1
+    lengths = torch.bincount(whole.sequence)
+    assert torch.bincount(part.sequence).tolist() == lengths[1:].tolist()
+    assert part.logp_behavior.tolist() == whole.logp_behavior[int(lengths[0]) :].tolist()
+    assert part.require("rewards").tolist() == whole.require("rewards")[1:].tolist()
