@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_async_rl.flow import engine_task
-from megatron_async_rl.flow.errors import FlowError
+from megatron_async_rl.flow.errors import EngineFailed, FlowError
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
 from megatron_async_rl.flow.router import Listener
 from megatron_async_rl.flow.updates import Transfer, WeightUpdates
@@ -321,5 +321,28 @@ def test_a_transfer_lasts_until_the_last_engine_and_an_older_one_changes_nothing
         await load(readers[1], 0.125)
         assert updates.last == transfer(4, 1.875, 0.25), "the longest pause"
         await loads[3]
+
+    run(body)
+
+
+def test_nothing_is_prepared_for_evaluation_engines_that_are_gone() -> None:
+    async def body() -> None:
+        engines = [FakeEngine(), FakeEngine()]
+        harness = await fleet_of(engines, evaluators=1, restarts_per_hour=0)
+        harness.fleet.prepare_evaluation(0)
+        await until(lambda: engines[1].version == 0)
+        engines[1].fail(RuntimeError("out of memory"))
+        await until(lambda: harness.fleet.slots[1].dead)
+        for ask in (
+            lambda: harness.fleet.prepare_evaluation(0),
+            lambda: harness.fleet.requests.run([], 0).send(None),
+        ):
+            with pytest.raises(EngineFailed) as raised:
+                ask()
+            assert str(raised.value) == (
+                "no evaluation engine is left: engine 1: RuntimeError: out of memory"
+            )
+        assert not harness.errors, "training continues"
+        await harness.close()
 
     run(body)
