@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from megatron_async_rl import controls, gradients
 from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.controls import alignment, reference
+from megatron_async_rl.controls.decision import Decision, combined
 from megatron_async_rl.controls.gac import Gac
 from megatron_async_rl.controls.quantize import BLOCK, dequantize, quantize, room_for
 from megatron_async_rl.controls.reference import GradientReference, copies_for, kernels_for
@@ -276,3 +278,45 @@ def test_kernels_add_up_the_products_of_all_shards(monkeypatch):
     assert found.tolist() == [6.0, 4.0, 6.0]
     assert found.dtype == torch.float64
     assert calls == [(1.0, ("a",), True), (5.0, ("b",), True)]
+
+
+def test_decisions_multiply_and_the_last_of_a_kind_applies():
+    decisions = [
+        Decision(lr_scale=0.5, gradient_scale=4.0, beta1=0.9, norm_before=3.0, metrics={"a": 1.0}),
+        Decision(lr_scale=3.0, gradient_scale=0.5, norm_before=5.0, norm_after=2.0),
+        Decision(beta1=0.8, norm_after=1.0, metrics={"a": 2.0, "b": 3.0}),
+    ]
+    whole = Decision(
+        lr_scale=1.5,
+        gradient_scale=2.0,
+        beta1=0.8,
+        norm_before=3.0,
+        norm_after=1.0,
+        metrics={"a": 2.0, "b": 3.0},
+    )
+    assert combined(decisions) == whole
+    assert combined([]) == Decision()
+    for place in range(3):
+        skipping = [replace(one, skip=at == place) for at, one in enumerate(decisions)]
+        assert combined(skipping) == replace(whole, skip=True)
+
+
+def test_the_state_of_gradient_alignment_is_restored_whole():
+    control = GacControl(calibrate={"steps": 4})
+    one, other = Gac(control), Gac(control)
+    one.counts, one.cosines = [3, 2, 1], [4, 5, 6]
+    one.cosine_sums, one.consecutive_skips = [0.5, -0.25, 0.125], 7
+    one.reference_fresh, one.reference_square = True, 2.5
+    state = one.state_dict()
+    assert set(state) == {
+        *("counts", "cosines", "cosine_sums", "consecutive_skips", "reference_fresh"),
+        *("reference_square", "calibration"),
+    }
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    one.counts[0] = 9
+    assert other.counts == [3, 2, 1], "a copy"
+    del state["reference_square"]
+    other.load_state_dict({**state, "calibration": None})
+    assert other.reference_square is None
+    assert one.device_state() == []
