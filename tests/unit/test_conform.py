@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megatron_async_rl.cli import app
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.conform import judge as judging
 from megatron_async_rl.conform.judge import judge, show
-from megatron_async_rl.conform.methods import read_cases
+from megatron_async_rl.conform.methods import CaseValues, read_cases
 from tests.cases import looped
 from tests.stored_pages import RecordedConsole, require_page
 
@@ -291,3 +293,26 @@ def test_whole_results_are_those_on_the_page(tmp_path):
     codes = [show(files, console), show({file: files[file]}, console)]
     text = "\n".join(line.rstrip() for line in console.text.splitlines())
     require_page("conform/results", f"{text}\nexit codes: {codes}\n".replace(str(tmp_path), "DIR"))
+
+
+def test_of_two_runs_of_a_float32_case_the_nearer_counts_if_it_passes(monkeypatch):
+    computed = {torch.float64: 1.0, torch.float32: 1.5}
+    monkeypatch.setattr(
+        judging,
+        "run_case",
+        lambda case, dtype: CaseValues({"loss": np.array(computed[dtype])}),
+    )
+    single = {**changed("dtype", "float32"), "expect": {"loss": 1.0}}
+    for expected, error, reason in (
+        (1.0, 0.0, ""),
+        (1.5, 0.0, ""),
+        (1.2, 0.3, "loss is 1.5, expected 1.2"),
+        (1.3, 0.3, "loss is 1, expected 1.3"),
+    ):
+        single["expect"]["loss"] = expected
+        outcome = judge_one(single)
+        assert outcome.error == pytest.approx(error)
+        assert outcome.reason == reason
+        # A float64 reference is compared with the float64 run alone.
+        double = judge_one({**single, "dtype": "float64"})
+        assert double.passed == (expected == 1.0)

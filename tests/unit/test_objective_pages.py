@@ -51,6 +51,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
         "corrections": [{"name": "icepop", "low": 0.8, "high": 1.2}],
         "renormalize": True,
         "aggregation": "seq-mean-token-mean",
+        "entropy_bonus": 0.5,
     },
 )
 
