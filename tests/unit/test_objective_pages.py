@@ -53,6 +53,14 @@ CONFIGS: tuple[dict[str, Any], ...] = (
         "aggregation": "seq-mean-token-mean",
         "entropy_bonus": 0.5,
     },
+    {
+        "loss": "ppo_clip",
+        "proximal": "recompute",
+        "corrections": [{"name": "icepop", "low": 0.8, "high": 1.2}],
+        "renormalize": True,
+        "aggregation": "token-mean",
+        "entropy_bonus": 0.5,
+    },
 )
 
 
