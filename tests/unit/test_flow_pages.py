@@ -154,9 +154,16 @@ FLOWS: dict[str, tuple[dict[str, Any], dict[int, str]]] = {
 def test_a_whole_flow_is_the_one_on_its_page(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller_module, "log_package_to", lambda path: None)
-    monkeypatch.setattr(controller_module, "collect_rarely", lambda: None)
-    monkeypatch.setattr(controller_module, "name_this_process", lambda name: None)
+    begun: list[Any] = []
+    monkeypatch.setattr(controller_module, "log_package_to", lambda path: begun.append(path.name))
+    for call in ("collect_rarely", "name_this_process"):
+        monkeypatch.setattr(
+            controller_module, call, lambda *given, call=call: begun.append((call, *given))
+        )
+    for call in ("join", "fact"):
+        monkeypatch.setattr(
+            controller_module.watch, call, lambda name, *_, call=call: begun.append((call, name))
+        )
     monkeypatch.setattr(engine_task.Restarts, "delay_s", lambda self: 0.25)
     random.seed(0)
     texts: list[str] = []
@@ -167,4 +174,8 @@ def test_a_whole_flow_is_the_one_on_its_page(
         await asyncio.sleep(0)
 
     run(body)
+    assert begun == [
+        *("controller.log", ("name_this_process", "controller"), ("join", "controller")),
+        *(("fact", "flow"), ("collect_rarely",)),
+    ]
     require_page(f"flow/{name}", texts[0] + logged(tmp_path))
