@@ -201,20 +201,18 @@ def test_a_damaged_line_of_loads_keeps_the_evidence_before_it(copied: Path) -> N
     ("gold", "text"),
     [("True", "What is 1+1=? It is true"), ("1,000", "What is 1+1=? 1000"), ("12", "12 of 1+1=?")],
 )
-def test_a_right_answer_in_another_form_is_no_hack(
-    records: RunRecords, gold: str, text: str
-) -> None:
-    assert not hacked(records, gold, text).failed
+def test_a_right_answer_in_another_form_is_no_hack(gold: str, text: str) -> None:
+    assert not hacked(gold, text).failed
 
 
-def test_a_reference_is_not_expected_literally(records: RunRecords) -> None:
+def test_a_reference_is_not_expected_literally() -> None:
     assert gold_answer({"solution": "def f(x):\n    return x"}) == ""
     assert gold_answer({"answer": "x" * 500}) == ""
-    assert hacked(records, "7", "What is 1+1=?").failed
+    assert hacked("7", "What is 1+1=?").failed
 
 
-def hacked(records: RunRecords, gold: str, text: str) -> ScorecardRow:
+def hacked(gold: str, text: str) -> ScorecardRow:
     """Return the row for rewarded responses of this text to a question that it contains."""
-    check = RewardHacks(records)
+    check = RewardHacks()
     check._window = [("0-0", float(at % 2), gold, "1+1=?", text) for at in range(100)]
     return only(check)
