@@ -102,7 +102,9 @@ def _digests(data: Any) -> Any:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:120]
+    """Return the error in one line, without its fix."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if not line.startswith("fix: "))[:120]
 
 
 class EpochUse(RunCheck):

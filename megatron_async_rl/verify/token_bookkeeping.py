@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from megatron_async_rl.config.problem import DataError, UserError
+from megatron_async_rl.config.problem import DataError, UserError, number_of
 from megatron_async_rl.data.tokenizer import Tokenizer, tokenizer_of
 from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import SampleBlock
@@ -101,7 +101,7 @@ class TokenBookkeeping(RunCheck):
             wrong = self._wrong[name]
             value = f"{wrong.count:,} of {self._trained:,} trained tokens"
             if name == SAMPLED:
-                value = f"{wrong.count:,} untrained tokens"
+                value = number_of("untrained token", wrong.count)
             yield row(name, value, bound, not wrong, REMEDIES[name], wrong.first)
 
     def _absence(self, name: str) -> str:

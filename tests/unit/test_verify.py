@@ -75,7 +75,8 @@ def require_changes(page: str, card: Scorecard, sound: Scorecard) -> None:
         lines += [f"{one.name}: {one.verdict}", f"  value: {one.value}"]
         if one.bound != same[one.name].bound:
             lines.append(f"  bound: {one.bound}")
-        lines += [f"  - {text}" for text in one.details]
+        few = one.details if len(one.details) < 4 else (*one.details[:2], "...", one.details[-1])
+        lines += [f"  - {text}" for text in few]
     lines += [f"note: {note}" for note in card.notes]
     text = "".join(f"{line}\n" for line in lines)
     require_page(f"verify/{page.replace(' ', '_')}", text.replace(card.subject, "RUN"))
