@@ -296,8 +296,9 @@ def test_a_fixed_reference_has_the_digest_with_which_it_was_saved(
     policy = build(fixed)
     policy.save(tmp_path, 1, {}, keep=1)
     about = tmp_path / "step_00000001" / "about.json"
-    digest = json.loads(about.read_text())["reference_digest"]
-    assert len(digest) == 16
+    saved = json.loads(about.read_text())
+    digest = saved["reference_digest"]
+    assert (len(digest), saved["adam_steps"]) == (16, 0)
     policy.load(tmp_path)
     _edit(about, lambda content: content.update(reference_digest="f" * 16))
     message = rf"other reference weights than those of .*digest f{{16}}, here {digest}"
@@ -374,3 +375,44 @@ def test_memory_is_counted_by_owner_and_released_between_steps(build: Build) -> 
     assert policy.memory.held() == held
     assert same(before, weights(policy))
     step(policy, 4)
+
+
+def test_memory_of_other_processes_is_counted_on_cuda(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = build()
+    memory = policy.memory
+    monkeypatch.setattr(memory, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 350)
+    held = memory.held()
+    assert held["activations, at their peak"] == 300, "tensors of the CPU are not on the device"
+    assert held["engines and other processes"] == 550
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 950)
+    assert memory.held()["engines and other processes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "message"),
+    [
+        (1, {"ranks": 2}, "policy.parallel.ranks is 2, but 1 ranks were started"),
+        (3, {"ranks": 3, "tensor": 2}, "must divide ranks \\(3\\)"),
+        (4, {"ranks": 4, "expert": 3}, "must divide a stage's ranks: ranks \\(4\\) over pipeline"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_ranks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, world: int, parallel: dict[str, int], message: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(ValueError, match=message):
+        initialise(ParallelConfig(**parallel), "cpu", timeout_s=600)
+
+
+def test_a_process_stays_on_its_device(layout: Layout) -> None:
+    assert device.install("cpu") == "cpu"
+    assert device.device() == layout.device == torch.device("cpu")
+    with pytest.raises(RuntimeError, match="already runs on cpu; it cannot change to cuda"):
+        device.install("cuda")
+    with pytest.raises(ValueError, match="'tpu' is not one of auto, cpu, cuda"):
+        device.install("tpu")
