@@ -15,6 +15,7 @@ from rich.console import Console
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.launch.run_lock import lock_run_dir
+from megatron_async_rl.policy.digested_folder import DIGESTS, StoredFile, described, files_of
 from megatron_async_rl.report.scorecard_section import scorecard_section
 from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.verify.duplicate_responses import poisson_tail
@@ -35,7 +36,7 @@ from tests.healthy_run import (
     write_healthy_run,
 )
 from tests.mar_command import mar
-from tests.stored_pages import require_page
+from tests.stored_pages import RecordedConsole, require_page
 
 
 def verified(run_dir: Path) -> Scorecard:
@@ -557,6 +558,45 @@ def test_an_absent_row_neither_passes_nor_fails() -> None:
     failed = Scorecard(subject="run", rows=(*card.rows, row("b", "1", "0", False, "fix", ["x"])))
     assert failed.exit_code == 1
     assert failed.as_json()["rows"][1]["details"] == ["x"]
+
+
+def test_a_scorecard_on_a_terminal_is_the_one_on_its_page() -> None:
+    places = [f"place {number}" for number in range(25)]
+    rows = (
+        row("first", "1", "at most 2", True, "nothing to do"),
+        row("second", "[3]", "at most 2 " * 20, False, "do this", places),
+        absent("third", "no data", "", "record it"),
+        row("fourth", "4", "3", False, "do that", places[:5]),
+    )
+    text = ""
+    for card in (
+        Scorecard(subject="a run", rows=rows, notes=("the run is running", "[more]")),
+        Scorecard(subject="a run", rows=rows[:1]),
+        Scorecard(subject="a run", rows=()),
+    ):
+        console = RecordedConsole()
+        card.show(console)
+        text += f"{console.text}exit code {card.exit_code}\n{card.text()}"
+    require_page("verify/scorecards", text)
+
+
+def test_checkpoints_behind_a_damaged_one_are_checked(copied: Path, sound: Scorecard) -> None:
+    newest = copied / "checkpoint" / f"step_{STEPS:08d}"
+    for step, record in ((2, '{"metrics": null}'), (3, "{}"), (4, "no JSON")):
+        folder = newest.with_name(f"step_{step:08d}")
+        shutil.copytree(newest, folder)
+        content = record.encode()
+        (folder / "record.json").write_bytes(content)
+        files = files_of(json.loads((folder / "about.json").read_text()))
+        assert files is not None
+        files["record.json"] = StoredFile.of(content)
+        (folder / "about.json").write_text(described({"step": step}, files))
+    export = copied / "hf"
+    export.mkdir()
+    require_changes("records/other_checkpoints", verified(copied), sound)
+    (newest / "record.json").unlink()
+    (export / DIGESTS).write_text("{}")
+    require_changes("records/damaged_checkpoints", verified(copied), sound)
 
 
 def test_the_tail_of_a_poisson_variable_is_exact() -> None:

@@ -31,7 +31,7 @@ from megatron_async_rl.verify.sampling_entropy import SamplingEntropy
 from megatron_async_rl.verify.scorecard import ScorecardRow
 from megatron_async_rl.verify.stored_weights import WeightChain
 from megatron_async_rl.verify.token_ages import TokenAges
-from megatron_async_rl.verify.token_bookkeeping import TokenBookkeeping
+from megatron_async_rl.verify.token_bookkeeping import Reencoding, TokenBookkeeping
 from megatron_async_rl.verify.verified_run import read_records
 from tests.healthy_run import write_healthy_run
 from tests.logged_samples import sample
@@ -328,6 +328,8 @@ def test_the_rows_of_repeated_responses_have_their_bounds(records: RunRecords) -
         one engine, and two over the engines."""
         check = DuplicateResponses(run)
         for group in range(count):
+            # A whole group is not kept.
+            assert not check._groups or of < 4
             for k in range(of):
                 same = group < equal
                 digest = 10 * group + (0 if same and k < 3 else k)
@@ -398,6 +400,11 @@ def test_the_rows_of_tokens_name_each_fault(records: RunRecords) -> None:
             made = SampleBlock(made.batch.set_column(place, "versions", column))
         return checked(TokenAges(run), *ends, blocks=[made])
 
+    def decoded(*texts: str, run: RunRecords = records) -> str:
+        """Return the row of samples with the tokens of `23` and the end, and these texts."""
+        made = [replace(tokens(k), text=text) for k, text in enumerate(texts)]
+        return checked(Reencoding(run), blocks=[block(*made[:2]), block(*made[2:])])
+
     agent = changed(records, "rollout.environment={name: tests.engine.environments:Guess}")
     stop = changed(records, "rollout.sampling.stop_token_ids=[4]")
     async_2 = changed(records, "flow.async_ratio=1.5")
@@ -411,6 +418,10 @@ def test_the_rows_of_tokens_name_each_fault(records: RunRecords) -> None:
         "after a stop token": book(tokens(0), run=stop),
         "of another turn": book(tokens(0, response_ids=[0, 5, 0], loss_mask=[1, 0, 1]), run=agent),
         "many": book(*[tokens(k, behavior_logprobs=[1, 1, 1]) for k in range(9)]),
+        "text": decoded("23", " 2 3 ", "23\ufffd", "2", "23"),
+        "one of five other texts": decoded("23", "23", "23", "23", "24"),
+        "one of four": decoded("23", "23", "23", "24"),
+        "text of an environment": decoded("24", "24", run=agent),
         "no ages": checked(TokenAges(records)),
         "one version": ages(tokens(0)),
         "two versions": ages(
