@@ -28,7 +28,7 @@ from tests.stored_pages import RecordedConsole, require_page
 GIB = 2**30
 LAPTOP = Machine(cores=2, memory=16 * GIB, shared_memory=2 * GIB, gpus=())
 SERVER = Machine(cores=8, memory=64 * GIB, shared_memory=8 * GIB, gpus=(Gpu("H100", 80 * GIB),) * 2)
-SOFTWARE = {"Python": "3.12.1", "torch": "2.9"}
+SOFTWARE = {"Python": "[3.12.1]", "torch": "2.9"}
 
 
 def with_distance(line: dict[str, Any], step: int) -> dict[str, Any]:
@@ -48,8 +48,9 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(healthy: Path, tmp_path: Path) -> Path:
-    shutil.copytree(healthy, tmp_path / "run")
-    return tmp_path / "run"
+    # Brackets are no markup, and long lines are not wrapped.
+    shutil.copytree(healthy, tmp_path / "[run]")
+    return tmp_path / "[run]"
 
 
 @dataclass
@@ -121,7 +122,6 @@ def replayed(
 ) -> str:
     """Return everything that `mar replay` printed and recorded, or the error."""
     console = RecordedConsole()
-    console.width = 1000
     run_dir = trainer.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repetition, "launch", trainer)
@@ -234,7 +234,7 @@ def test_every_difference_of_the_starts_is_noted_on_its_page(run: Path) -> None:
     pages = {}
     edit_start(run, software=SOFTWARE, nodes=2, threads=5)
     pages["the same"] = replayed(Trainer(run), first=12)
-    start = {"device": "cpu, AVX2", "threads": 9, "data": {"training": []}, "weights": "other"}
+    start = {"device": "cpu [AVX2]", "threads": 9, "data": {"training": []}, "weights": "other"}
     pages["everything else"] = replayed(Trainer(run, start=start), first=5)
     pages["weights of the first step"] = replayed(Trainer(run, start={"weights": "other"}))
     pages["no digests of data"] = replayed(Trainer(run, start={"data": {}}), first=12)
