@@ -48,7 +48,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(healthy: Path, tmp_path: Path) -> Path:
-    # Brackets are no markup, and long lines are not wrapped.
+    # Brackets must not become markup, and long lines must not be wrapped.
     shutil.copytree(healthy, tmp_path / "[run]")
     return tmp_path / "[run]"
 

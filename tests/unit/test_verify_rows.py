@@ -324,8 +324,8 @@ def test_the_rows_of_repeated_responses_have_their_bounds(records: RunRecords) -
     def groups(
         count: int, probability: float, equal: int, *, of: int = 4, run: RunRecords = records
     ) -> str:
-        """Return the rows of `count` groups, of which `equal` have three equal responses: a pair of
-        one engine, and two over the engines."""
+        """Return the rows of `count` groups. The first `equal` have three equal responses: a pair
+        of one engine, and two over the engines."""
         check = DuplicateResponses(run)
         for group in range(count):
             # A whole group is not kept.
