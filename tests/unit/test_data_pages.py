@@ -104,6 +104,16 @@ ROWS: Mapping[str, Sequence[Any]] = {
     ],
     "half a pair in a message": [{"prompt": [{"role": "user", "content": "\ud800"}]}],
     "the assistant's turn": [{"prompt": [USER, ANSWER]}],
+    "a role that is a number": [{"prompt": [{"role": 7, "content": "1"}, USER]}],
+    "no calls as text": [{"prompt": [USER, {**ANSWER, "tool_calls": " "}, USER]}],
+    "calls that are not JSON": [{"prompt": [USER, {**ANSWER, "tool_calls": "add"}, USER]}],
+    "calls that are no list": [{"prompt": [USER, {**ANSWER, "tool_calls": "7"}, USER]}],
+    "arguments that are a list": [
+        {"prompt": [USER, {**ANSWER, "tool_calls": [{"name": "add", "arguments": [1]}]}, USER]}
+    ],
+    "arguments that are not JSON": [
+        {"prompt": [USER, {**ANSWER, "tool_calls": [{"name": "add", "arguments": "{1"}]}, USER]}
+    ],
 }
 GIVEN: Mapping[str, Sequence[Any]] = {
     "text": [{"prompt": "1+1=", "response": "2"}],
@@ -200,6 +210,10 @@ def test_every_form_of_a_prompt_is_read_as_on_its_page(
     cases["two of three"] = read(tmp_path, longer, tokenizer, max_prompt_tokens=1)
     own = [{"prompt": [{"role": "system", "content": "S"}, USER]}, {"prompt": [USER]}]
     cases["a row's system message"] = read(tmp_path, own, tokenizer, system_prompt="Be brief.")
+    refusing = load_tokenizer(
+        save_characters(tmp_path / "refusing"), "{{ raise_exception('no ' + messages[0].role) }}"
+    )
+    cases["a template that refuses"] = read(tmp_path, ROWS["messages"], refusing)
     paths = [{"a": {"b": {"c": "1+1=", "d": "2"}}}, {"a.b": '{"c": "2", "d": 3}'}]
     cases["paths"] = read(tmp_path, paths, tokenizer, prompt_key="a.b.c", answer_key="a.b.d")
     require("prompts", cases)
@@ -225,6 +239,18 @@ def test_every_form_of_a_given_response_is_read_as_on_its_page(
         messages_key="messages",
         answer_key="answer",
     )
+    for name, template in {
+        "a template without answers": "{% for m in messages if m.role == 'user' %}{{ m.content }}"
+        "{% endfor %}<|assistant|>",
+        "a template with a space before answers": "{% for m in messages %}<|{{ m.role }}|>"
+        "{{ ' ' if m.role == 'assistant' }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        "a template with thoughts": "{% for m in messages %}<|{{ m.role }}|>"
+        "{{ '(so) ' if m.role == 'assistant' }}{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    }.items():
+        other = load_tokenizer(save_characters(tmp_path / name), template)
+        cases[name] = read(tmp_path, GIVEN["text to messages"], other, supervised=True)
     require("responses", cases)
     assert loss_weight("file", 1, {}) == 1.0
 

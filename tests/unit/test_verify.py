@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.launch.run_lock import lock_run_dir
+from megatron_async_rl.metrics.load_log import LoadLog
 from megatron_async_rl.policy.digested_folder import DIGESTS, StoredFile, described, files_of
 from megatron_async_rl.report.scorecard_section import scorecard_section
 from megatron_async_rl.samples.types import Sample
@@ -578,6 +580,22 @@ def test_a_scorecard_on_a_terminal_is_the_one_on_its_page() -> None:
         card.show(console)
         text += f"{console.text}exit code {card.exit_code}\n{card.text()}"
     require_page("verify/scorecards", text)
+
+
+def test_records_that_are_gone_leave_the_others_of_use(copied: Path, sound: Scorecard) -> None:
+    # A start whose settings are gone, loads of a version without a digest, and no tokenizer.
+    file = copied / "starts.jsonl"
+    again = json.loads(file.read_text()) | {"step": 8, "weights": f"{8:016x}", "config": "gone"}
+    file.write_text(file.read_text() + json.dumps(again) + "\n")
+    loads = LoadLog(copied)
+    for version in (STEPS + 1, STEPS, STEPS + 2):
+        loads.record(version, 7, f"{version:016x}", 5)
+    config = copied / "config.yaml"
+    text = config.read_text()
+    model = load(config).model.path
+    assert text.count(str(model)) == 1
+    config.write_text(text.replace(str(model), str(copied / "no_model")))
+    require_changes("records/gone", verified(copied), sound)
 
 
 def test_checkpoints_behind_a_damaged_one_are_checked(copied: Path, sound: Scorecard) -> None:

@@ -695,6 +695,7 @@ def test_the_rows_of_log_probs_have_their_bounds(records: RunRecords, tmp_path: 
         "no sum": differences("zero", *even(7, 0.0)),
         "not a number": differences("nan", *even(1), ([128], [math.nan])),
         "supervised": differences("sft", settings=SUPERVISED),
+        "65 steps": differences("many", *even(66, tokens=64)),
     }
     require("log_probs", cases)
 
