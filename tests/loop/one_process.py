@@ -246,7 +246,7 @@ class OneProcess:
 
     def _replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace Ray, and the delays after a failure."""
-        # It would exclude the run's objects from garbage collection for good.
+        # It would exclude the run's objects from garbage collection permanently.
         for module in (training, controller_module):
             monkeypatch.setattr(module, "collect_rarely", lambda: None)
         monkeypatch.setattr(batches, "join_ray", lambda *_, **__: None)
