@@ -6,9 +6,9 @@ import torch
 
 from megatron_async_rl.policy.attention import (
     CoreAttention,
-    PackedSequences,
     TransformerEngineAttention,
 )
+from megatron_async_rl.policy.packed_sequences import PackedSequences
 from tests.gpu.context_program import assert_near
 from tests.gpu.hardware import DEVICE, ON_DEVICE_WITH_TE
 from tests.unit.test_packed_attention import LENGTHS, built

@@ -39,12 +39,12 @@ from megatron_async_rl.policy.adam_view import (
     gradient_of,
     optimizer_parameters,
 )
-from megatron_async_rl.policy.attention import PackedSequences
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import assemble_model
 from megatron_async_rl.policy.opob import exact_baseline
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
+from megatron_async_rl.policy.packed_sequences import PackedSequences
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.past_weights import MasterSnapshot, Snapshots
 from megatron_async_rl.policy.references import ReferencePolicies
