@@ -87,7 +87,7 @@ def test_a_prefix_ends_where_recorded_experts_differ():
     one, two = replace(first, routed_experts=b"aabbcc"), replace(second, routed_experts=b"aabxcc")
     assert shared([one, two]) == [[1], [1]]
     assert shared([one, replace(two, routed_experts=b"aabbcc")]) == [[3], [3]]
-    assert shared([one, third]) == [None, None]
+    assert shared([one, third]) == shared([third, one]) == [None, None]
 
 
 def test_a_batch_in_which_prefixes_save_little_shares_none():
@@ -113,6 +113,7 @@ ROWS = {
     "a sample that begins another": ([4, 9, 6], [4, 4, 4], [0, 0, 0]),
     "prefixes of one length": ([6, 8, 5, 6, 5, 4], [4, 4, 4, 4, 4, 0], [0, 0, 1, 1, 0, 2]),
     "nothing shared": ([6, 8, 5], [0, 0, 0], [0, 1, 2]),
+    "a call that begins with the second prefix": ([300, 290, 6, 7], [4, 4, 4, 4], [0, 0, 1, 1]),
     "far longer than others": ([300, 6, 7], [4, 4, 4], [0, 0, 0]),
 }
 """Name -> (tokens, shared prefix, family) of each segment."""
