@@ -297,7 +297,7 @@ def _layer_weights(shape: ModelShape) -> int:
     return shape.layers * (shape.layer_sharded + shape.layer_replicated + experts)
 
 
-def _attention(shape: ModelShape, length: int) -> int:
+def _attention(shape: ModelShape, length: float) -> float:
     """Return the multiplications of one token in attention, in a sequence of `length` tokens: on
     average it attends to half of them."""
     return shape.layers * shape.heads * shape.head_dim * length

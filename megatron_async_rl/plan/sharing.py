@@ -51,8 +51,8 @@ class GroupTokens:
 
 
 def longest_group(config: Config, longest: int, samples: int) -> GroupTokens:
-    """Return a group of samples of `longest` tokens, of which a rank has `samples`. An environment
-    may give each response a prompt of its own."""
+    """Return a group whose samples have `longest` tokens each. samples: number of samples that a
+    rank has."""
     response = longest if config.rollout is None else config.rollout.sampling.max_tokens
     response = min(response, longest)
     responses = max(1, min(config.flow.group_size, samples))

@@ -153,13 +153,13 @@ class PackedSequences(PackedSeqParams):
     def fillings(self) -> list[Filling | None]:
         """Return the filling of each call; null for a call of pieces of equal length."""
         ragged = [call for call in self.branches if call.ragged]
-        parts = iter(())
-        if self.filled is not None and self.unfilled is not None:
-            parts = zip(
-                self.filled.split([call.pieces * call.longest for call in ragged]),
-                self.unfilled.split([call.tokens for call in ragged]),
-                strict=True,
-            )
+        if self.filled is None or self.unfilled is None:
+            return [None] * len(self.branches)
+        parts = zip(
+            self.filled.split([call.pieces * call.longest for call in ragged]),
+            self.unfilled.split([call.tokens for call in ragged]),
+            strict=True,
+        )
         return [Filling(*next(parts)) if call.ragged else None for call in self.branches]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -171,10 +171,9 @@ class PackedSequences(PackedSeqParams):
 
     def place(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the result of `tensors` by its copies on the device."""
-        same = self.cu_seqlens_kv is self.cu_seqlens_q
         for name, each in tensors.items():
             setattr(self, name, each)
-        if same:
+        if "cu_seqlens_kv" not in tensors:
             self.cu_seqlens_kv = self.cu_seqlens_q
 
 
