@@ -25,6 +25,9 @@ from megatron_async_rl.samples.rank_batch import (
     tokens_of,
 )
 
+FIRST_COMPARED = 256
+"""Number of tokens that are compared first."""
+
 
 def shared_prefixes(
     samples: pa.RecordBatch, rows: NDArray[np.int64], *, least: float = 0.0
@@ -74,9 +77,16 @@ def _common(
     longest: int,
 ) -> int:
     """Return the number of tokens, at most `longest`, that are equal from each of `starts` on."""
-    at = starts[:, None] + np.arange(longest)
-    equal = (ids[at] == ids[at[0]]).all(axis=0)
-    if experts is not None:
-        # Other experts make other hidden states of the same tokens.
-        equal &= (experts[at] == experts[at[0]]).all(axis=(0, 2))
-    return longest if equal.all() else int(equal.argmin())
+    done, width = 0, FIRST_COMPARED
+    while done < longest:
+        stop = min(done + width, longest)
+        at = starts[:, None] + np.arange(done, stop)
+        equal = (ids[at] == ids[at[0]]).all(axis=0)
+        if experts is not None:
+            # Other experts make other hidden states of the same tokens.
+            equal &= (experts[at] == experts[at[0]]).all(axis=(0, 2))
+        if not equal.all():
+            return done + int(equal.argmin())
+        # Few tokens first, because most of the tokens of responses differ.
+        done, width = stop, 2 * width
+    return longest

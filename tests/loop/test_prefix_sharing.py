@@ -176,6 +176,14 @@ CASES: dict[str, tuple[str, list[list[Sample]], dict[str, Any]]] = {
 }
 
 
+def test_where_prefixes_are_not_shared_the_reason_is_logged(layout, models, caplog):
+    caplog.set_level("INFO", "megatron_async_rl")
+    dropout = {"lora": LoraConfig(rank=4, dropout=0.1)}
+    trained = policy(layout, models["qwen3"], "auto", dropout)
+    assert "each response computes its own prompt with policy.lora.dropout" in caplog.text
+    assert received(trained, GROUPS).shared.null_count == sum(map(len, GROUPS))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_log_probs_and_gradients_are_those_of_prefixes_computed_for_each(layout, models, name):
     model, groups, settings = CASES[name]

@@ -57,6 +57,7 @@ def shared(*groups):
         pytest.param([[7, 8, 9], [7, 8, 9]], 5, id="equal responses"),
         pytest.param([[7, 8], [7, 8, 9, 5]], 4, id="a sample that begins another"),
         pytest.param([[7, 8], [7, 8], [6]], 3, id="the shortest decides"),
+        pytest.param([[*range(900), 7], [*range(900), 8]], 903, id="long beginnings"),
     ],
 )
 def test_a_group_shares_the_tokens_with_which_all_begin_and_that_are_fed(responses, expected):
