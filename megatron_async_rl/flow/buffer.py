@@ -106,7 +106,9 @@ def restorable(
         replace(one, deadline=deadline(one.version, flow.async_ratio, fresh_steps))
         for one in buffer.groups
     ]
-    groups = _within_the_law(due_now, flow, version, limit, oldest)
+    groups = _with_rewards(
+        _within_the_law(due_now, flow, version, limit, oldest), flow.prompts_per_step
+    )
     first_versions: set[int] = set()
     if isinstance(flow.selection, ExactLag):
         due = (version + place // flow.prompts_per_step for place in range(len(groups)))
@@ -124,7 +126,7 @@ def restorable(
         log.warning(
             "version %d continues with %d of the %d groups in the buffer and samples the others"
             " again: for the present flow, run.steps and objective.snapshots, they are of another"
-            " size, too many, or too old",
+            " size, too many, or too old, or every reward of their batch failed",
             version,
             len(groups),
             len(buffer.groups),
@@ -147,6 +149,25 @@ def _within_the_law(
         ):
             taken.append(group)
     return taken
+
+
+def _with_rewards(groups: Sequence[GroupState], count: int) -> list[GroupState]:
+    """Return the groups without the batches of `count` finished groups in which every reward
+    failed: such a batch ends the run, so a resume with a corrected reward would never pass it.
+
+    Batches are taken in the order of urgency; a windowed selection may form others.
+    """
+    kept: list[GroupState] = []
+    for start in range(0, len(groups), count):
+        batch = groups[start : start + count]
+        # A batch with one reward trains. Its failed groups stay: sampled again, those of many
+        # batches would come together in one.
+        hopeless = len(batch) == count and all(
+            group.finished is not None and not any(sample.valid for sample in group.samples)
+            for group in batch
+        )
+        kept += [] if hopeless else batch
+    return kept
 
 
 def _fits(group: GroupState, size: int) -> bool:

@@ -60,6 +60,7 @@ from megatron_async_rl.samples.frames import (
     HEADER_BYTES,
     MARK_FILE,
     OPEN,
+    TORN_ZEROS,
     LogMark,
     SegmentBroken,
     lost_end,
@@ -595,8 +596,8 @@ class ComponentHistory:
             content = path.read_bytes()
             cut = self.chance.randint(safe, len(content))
             # After a power failure the file may have its length, and zeros instead of blocks.
-            zeros = self.chance.choice([0, 0, max(0, len(content) - cut)])
-            path.write_bytes(content[:cut] + bytes(zeros))
+            zeros = self.chance.choice([0, 0, len(content) - cut])
+            path.write_bytes(content[:cut] + bytes(zeros if zeros >= TORN_ZEROS else 0))
             self.result.tried["torn frame"] += 1
 
     # Judgement
@@ -622,7 +623,7 @@ class ComponentHistory:
         if self._filled and self.disk.refused:
             # Rows of a full disk are lost by design; the run must not be silent about them.
             gaps = bool(violations)
-            if gaps and not any("sample log" in text for text in noted):
+            if gaps and not any("sample log" in text or FOLDER in text for text in noted):
                 violations = [Violation("silent", f"lost rows and no event: {violations[0]}")]
             else:
                 violations = []

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron_async_rl.flow.buffer import EMPTY, buffer_bytes, read_buffer
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.controller_spec import DataState
+from megatron_async_rl.flow.errors import RewardFailed
 from megatron_async_rl.watchdog.watch import STOP
 from tests.cases import looped
 from tests.thorough import examples
@@ -167,6 +168,28 @@ def test_without_its_buffer_a_resume_asks_again_what_was_overtaken() -> None:
         )
         prompts = expected_prompts(20)
         assert all(group.prompt.id == prompts[group.index] for group in taken)
+        await second.close()
+
+    run(body)
+
+
+def test_a_run_whose_rewards_all_failed_resumes_once_the_reward_is_corrected() -> None:
+    async def body() -> None:
+        engine = FakeEngine()
+        engine.reward = lambda request: None if request.group < 2 else 1.0
+        first = await begin([engine], flow(2, 1.0))
+        await answered(first, 2 * 4)
+        saved = await position(first)
+        with pytest.raises(RewardFailed):
+            await first.next_batch(0)
+        await first.close()
+        corrected = FakeEngine()
+        second = await begin([corrected], flow(2, 1.0), position=saved)
+        groups = await train(second, 0, 2)
+        assert sorted(group.index for group in groups) == [0, 1, 2, 3]
+        assert all(sample.valid for group in groups for sample in group.samples)
+        assert {0, 1} <= set(corrected.groups())
+        assert not {2, 3} & set(corrected.groups()), "their rewards did not fail"
         await second.close()
 
     run(body)
