@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from tests.cases import same_numbers
 from tests.durations import Recorder, longest_first, stored
 from tests.thorough import THOROUGH, examples
 
+# A shell's background jobs ignore Ctrl-C, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")  # as the launcher does
 settings.register_profile(
