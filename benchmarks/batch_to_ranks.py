@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from controller_load import GROUP
 
-from megatron_async_rl.policy.batching import receive, split
+from megatron_async_rl.policy.batch_shares import receive, split
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.samples.columns import NUMERIC, as_stream, batch_of
 from megatron_async_rl.samples.rows import TrainBatch

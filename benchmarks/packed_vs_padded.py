@@ -35,7 +35,7 @@ from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
 from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import device
-from megatron_async_rl.policy.packing import Packed, Padded
+from megatron_async_rl.policy.packing import Packed, Padded, Segments
 from megatron_async_rl.policy.parallel import initialise
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.samples import Prompt, Sample
@@ -50,17 +50,13 @@ class OneBucket(Padded):
     longest: int = 1
 
     def cut(
-        self,
-        share: NDArray[np.int64],
-        fed: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        budget: int,
+        self, share: NDArray[np.int64], segments: Segments, budget: int
     ) -> list[tuple[int, ...]]:
         pieces = -(-len(share) // (budget // self.longest))
         return [tuple(piece.tolist()) for piece in np.array_split(share, pieces)]
 
-    def shape(self, fed: NDArray[np.int64]) -> tuple[int, int]:
-        return max(1, len(fed)), self.longest
+    def shape(self, segments: Segments) -> tuple[int, int]:
+        return max(1, len(segments.fed)), self.longest
 
 
 def samples_of(

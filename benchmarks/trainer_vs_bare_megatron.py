@@ -91,7 +91,7 @@ class BareLoop:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        cuts, _ = plan_micro_batches(
+        cuts, *_ = plan_micro_batches(
             batch, data_parallel=self.layout.dp_size, budget=self.policy.tokens_per_micro_batch
         )
         for chunk in self.wrapped:
@@ -176,7 +176,7 @@ def main() -> None:
     if layout.rank == 0:
         medians = {name: statistics.median(values) for name, values in times.items()}
         seconds = min(seconds for _, seconds in received)
-        cuts, padding_share = plan_micro_batches(
+        plan = plan_micro_batches(
             batch, data_parallel=layout.dp_size, budget=policy_config.tokens_per_micro_batch
         )
         tokens = sum(row.total_length for row in rows_of(whole.samples))
@@ -187,8 +187,8 @@ def main() -> None:
                     "our_step_s": medians["ours"],
                     "ratio": medians["bare"] / medians["ours"],
                     "tokens_per_step": tokens,
-                    "micro_batches": len(cuts[0]),
-                    "padding_share": padding_share,
+                    "micro_batches": len(plan.ranks[0]),
+                    "padding_share": plan.padding_share,
                     "receive_us_per_sample": 1e6 * seconds / len(batch),
                     "ranks": layout.world_size,
                     "tensor": args.tensor,

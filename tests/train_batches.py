@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_async_rl.policy.batching import split
+from megatron_async_rl.policy.batch_shares import split
 from megatron_async_rl.samples.columns import batch_of, samples_of
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import SampleRow, TrainBatch, rows_of

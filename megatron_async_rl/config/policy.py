@@ -239,6 +239,9 @@ def row_multiple(fp8: Fp8Config | None, *, sequence: bool) -> int:
     return fp8.facts.gathered if sequence else fp8.facts.rows
 
 
+LEAST_SHARING = 1 / 16
+"""Share of a batch's tokens that shared prefixes must save with `prefix_sharing: auto`."""
+
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
@@ -304,6 +307,12 @@ class PolicyConfig(Strict):
     """Layout of the samples in a micro-batch. `padded`: one sample per row, padded to the longest.
     `packed`: all samples in one row, without padding and without attention between samples.
     Results agree up to rounding."""
+    prefix_sharing: Literal["auto", "always", "never"] = "auto"
+    """Computation of the tokens with which responses of a group begin alike (their prompt), in
+    packed rows. `auto`: once for all of them in a micro-batch, if that saves at least 1/16 of a
+    batch's tokens; not with context parallelism or adapter dropout. `always`: whatever it saves;
+    such a configuration is refused. `never`: once for each response. Log-probs and gradients are
+    the same up to rounding."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Largest number of tokens (prompt, response and padding) of one micro-batch, which the ranks
     of parallel.context share."""
@@ -330,6 +339,31 @@ class PolicyConfig(Strict):
     """Number of consecutive optimizer steps with an infinite or nan loss or gradient after which
     the run fails. Such steps change no weights; RUN/anomalies.jsonl names the samples that caused
     them. Checkpoints wait for the next finite step, so the last good checkpoint stays."""
+
+    @property
+    def not_shared(self) -> str:
+        """Reason why each response computes its own prefix, which follows a verb; empty if prefixes
+        are shared."""
+        if self.prefix_sharing == "never":
+            return "with policy.prefix_sharing: never"
+        if self.sequence != "packed":
+            return f"in {self.sequence} rows, which are samples; it needs policy.sequence: packed"
+        if self.parallel.context > 1:
+            return (
+                "with policy.parallel.context > 1, which divides the tokens of each sample over"
+                " ranks"
+            )
+        # One mask would drop the same inputs for all responses, so their gradients would differ.
+        if self.lora is not None and self.lora.dropout:
+            return "with policy.lora.dropout, which draws a mask for each token of each response"
+        return ""
+
+    @property
+    def least_sharing(self) -> float | None:
+        """Least share of a batch's tokens that shared prefixes must save; null: none are shared."""
+        if self.not_shared:
+            return None
+        return 0.0 if self.prefix_sharing == "always" else LEAST_SHARING
 
     @property
     def row_multiple(self) -> int:

@@ -2,7 +2,7 @@
 
 Each conflict states the combination, the reason and the fix. The properties of each method are
 class attributes of its settings model, so a new method brings its own. Sections of the schema do
-not depend on each other; this file and rollout_rules.py check their combinations.
+not depend on each other; this file, policy_rules.py and rollout_rules.py check their combinations.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic import AfterValidator, TypeAdapter
 from megatron_async_rl.config.advantages import OpobAdvantage
 from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.flow import ExactLag, Replay, Windowed
+from megatron_async_rl.config.policy_rules import lora_conflicts, sharing_conflicts
 from megatron_async_rl.config.rollout_rules import (
     engine_conflicts,
     environment_conflicts,
@@ -56,6 +57,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from _controls(config)
     yield from flow_conflicts(config)
     yield from lora_conflicts(config)
+    yield from sharing_conflicts(config)
     yield from fp8_conflicts(config)
     yield from precision_conflicts(config)
     yield from gather_conflicts(config)
@@ -320,33 +322,6 @@ def _deadlines(config: Config) -> Iterator[str]:
         yield (
             "eval.engines need their own devices, and with rollout.placement: colocated engines"
             " share the policy's; set eval.engines: 0"
-        )
-
-
-def lora_conflicts(config: Config) -> Iterator[str]:
-    """Yield the reasons why adapters do not fit the run."""
-    if config.policy.lora is None:
-        return
-    # The trainer sends merged weights in this precision, so engines must compute in it.
-    if config.policy.lora.merge == "float32":
-        if config.model.dtype == "float32":
-            yield (
-                "policy.lora.merge: float32 has no effect, because model.dtype is float32 already;"
-                " remove it"
-            )
-        if config.rollout is not None and config.rollout.quantised:
-            yield (
-                "policy.lora.merge: float32 has engines compute in float32, and"
-                f" rollout.vllm.quantization: {config.rollout.vllm['quantization']} quantises their"
-                " weights from bfloat16; remove one of the two"
-            )
-    reference = config.objective.reference
-    # With adapters, policy and reference share one copy of the base weights.
-    if reference is not None and reference.path is not None:
-        yield (
-            "objective.reference.path names another model, and with policy.lora a rank holds whole"
-            " weights of the base model only; remove the path (the reference is then model.path"
-            " without adapters), or set policy.lora: null"
         )
 
 

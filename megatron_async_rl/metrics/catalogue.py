@@ -170,13 +170,25 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "policy/micro_batches": Metric(
                 "micro-batches", "Number of micro-batches of one data-parallel rank.", steps="sum"
             ),
+            "policy/computed_tokens": Metric(
+                "tokens",
+                "Tokens that a training pass of the policy computes, on all ranks: prompts,"
+                " responses without their last tokens, and padding. A prefix that samples of a"
+                " micro-batch share counts once.",
+                steps="sum",
+            ),
             "policy/padding_share": Metric(
                 "share", "Share of padding tokens among all computed tokens."
             ),
+            "policy/shared_share": Metric(
+                "share",
+                "Share of the samples' tokens that are not computed, because another sample of the"
+                " group has them in its prefix (policy.prefix_sharing).",
+            ),
             "policy/rerouted": Metric(
                 "share",
-                "Share of the replayed expert choices (one per token and layer) that the policy's"
-                " router would have made differently (with policy.routing_replay).",
+                "Share of the replayed expert choices (one per computed token and layer) that the"
+                " policy's router would have made differently (with policy.routing_replay).",
             ),
             "policy/skipped": Metric(
                 "0 or 1",

@@ -37,6 +37,7 @@ from megatron_async_rl.plan.layout import Device, engine_count, engines_elsewher
 from megatron_async_rl.plan.machine import CHIPS, Chip, Machine, chip_of
 from megatron_async_rl.plan.memory import engine_memory, product_bytes
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.plan.sharing import GroupTokens
 from megatron_async_rl.plan.totals import Batch
 
 COMPUTE_SHARE = 0.4
@@ -296,7 +297,7 @@ def _layer_weights(shape: ModelShape) -> int:
     return shape.layers * (shape.layer_sharded + shape.layer_replicated + experts)
 
 
-def _attention(shape: ModelShape, length: int) -> int:
+def _attention(shape: ModelShape, length: float) -> float:
     """Return the multiplications of one token in attention, in a sequence of `length` tokens: on
     average it attends to half of them."""
     return shape.layers * shape.heads * shape.head_dim * length
@@ -306,7 +307,9 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
     """Return the seconds of one batch: training passes, forward passes before them, and the time
     that pipeline stages wait for the first and the last micro-batch of each optimizer step."""
     policy, parallel, objective = config.policy, config.policy.parallel, config.objective
-    tokens, fp8 = batch.prompt + batch.response, policy.fp8
+    # A prompt that the responses of a group share is computed once.
+    group = GroupTokens.of(config, batch.prompt, batch.response)
+    tokens, fp8 = group.computed, policy.fp8
     share = 0.0
     if fp8 is not None:
         share = fp8_layers(fp8, shape.layers, stage=0, pipeline=1) / shape.layers
@@ -314,7 +317,7 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
     # In operations at bfloat16's speed. Only the layers compute in FP8; attention and the output
     # layer stay in bfloat16.
     layers = 2 * tokens * _layer_weights(shape) * (1 - share + share / faster)
-    attention = 2 * tokens * _attention(shape, tokens)
+    attention = 2 * _attention(shape, 2 * group.pairs)
     head = 2 * batch.response * shape.vocabulary * shape.hidden
     forward = layers + attention + head
     # Weights that are not trained have no gradient.

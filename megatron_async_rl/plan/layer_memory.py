@@ -18,6 +18,7 @@ from functools import partial
 from megatron_async_rl.config.policy import ROW_PARALLEL, Fp8Config, LoraConfig, Target
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.plan.sharing import longest_group
 from megatron_async_rl.policy.families import LayerFamily
 
 FLOAT32 = 4
@@ -172,6 +173,12 @@ def layer_activations(
     packed = config.policy.sequence == "packed" and not fused
     if packed:
         places = tokens
+    group = longest_group(config, longest, config.flow.group_size)
+    if core and group.shared:
+        # Keys and values of each response, after those of the prompt; torch's kernels also get
+        # copies of the queries.
+        copied = 2 * group.repeated_keys * keys
+        divided += int((copied + (0 if fused else group.copied_queries * queries)) * own)
     if packed or (lora is not None and lora.dropout):
         # The samples' attention again, combined to a row.
         divided += queries * inputs("o_proj")

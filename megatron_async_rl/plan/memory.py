@@ -11,6 +11,7 @@ its graphs are inside. Sleep releases only weights and cache.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,6 +31,7 @@ from megatron_async_rl.plan.layer_memory import (
 )
 from megatron_async_rl.plan.machine import GIB
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.plan.sharing import longest_group
 from megatron_async_rl.policy.families import LayerFamily
 
 REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}
@@ -171,7 +173,11 @@ def rank_memory(
     prompts = -(-config.flow.prompts_per_step // config.objective.minibatches)
     samples = -(-prompts * config.flow.group_size // data_parallel)
     segments = config.rollout.max_segments if config.rollout is not None else 1
-    maximum = samples * segments * longest
+    group = longest_group(config, longest, samples)
+    computed = longest
+    if group.shared and segments == 1 and not (config.rollout and config.rollout.environment):
+        computed = math.ceil(group.computed)
+    maximum = samples * segments * computed
     # A micro-batch is never larger than the rank's samples.
     tokens = -(-min(config.policy.tokens_per_micro_batch, maximum) // parallel.context)
     chunk = (

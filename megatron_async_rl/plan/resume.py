@@ -80,6 +80,7 @@ ALLOWED = (
     "policy.device",
     "policy.layers",
     "policy.sequence",
+    "policy.prefix_sharing",
     "policy.tokens_per_micro_batch",
     "policy.logprob_chunk_tokens",
     "policy.recompute",

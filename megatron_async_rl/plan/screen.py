@@ -27,6 +27,8 @@ from megatron_async_rl.plan.memory import (
 )
 from megatron_async_rl.plan.pace import expected_overlap, overlap_of, planning_rule, staleness_law
 from megatron_async_rl.plan.plan import RunPlan
+from megatron_async_rl.plan.sharing import GroupTokens
+from megatron_async_rl.plan.totals import Batch
 
 PROCESSES_SHOWN = 16
 STAGES_SHOWN = 5
@@ -274,7 +276,19 @@ def _batch(plan: RunPlan, config: Config) -> str:
         f" response); {number_of('data-parallel rank', batch.data_parallel)},"
         f" {number_of('sample', batch.samples_per_rank)} per rank\n{_steps(config)}micro-batches of"
         f" {config.policy.tokens_per_micro_batch} tokens: {batch.micro_batches_half} per rank at"
-        f" half length, {batch.micro_batches_full} at full length{_routed(plan)}"
+        f" half length, {batch.micro_batches_full} at full length{_shared(config, batch)}"
+        f"{_routed(plan)}"
+    )
+
+
+def _shared(config: Config, batch: Batch) -> str:
+    group = GroupTokens.of(config, batch.prompt, batch.response)
+    if not group.shared:
+        return ""
+    whole = batch.prompt + batch.response
+    return (
+        f"; responses share their group's prompt: {group.computed:.0f} of {whole} tokens to compute"
+        " for a sample of half length"
     )
 
 

@@ -18,6 +18,7 @@ from megatron_async_rl.plan.layout import Device, gpus_used
 from megatron_async_rl.plan.machine import GIB, MIB, Machine, size
 from megatron_async_rl.plan.memory import saved_bytes, trained_parameters
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.plan.sharing import GroupTokens, longest_group
 
 HOUR_S = 3600.0
 
@@ -227,12 +228,12 @@ def batch_of(
     samples = config.flow.prompts_per_step * config.flow.group_size
     budget, parts = config.policy.tokens_per_micro_batch, config.objective.minibatches
 
-    def micro_batches(length: int) -> int:
+    def micro_batches(length: int, group: GroupTokens) -> int:
         # Samples of one optimizer step on one replica.
         share = samples / parts / data_parallel
         if config.policy.sequence == "packed":
-            # Packed rows hold samples without padding.
-            return parts * math.ceil(share * length / budget)
+            # Packed rows hold samples without padding, and a shared prompt once.
+            return parts * math.ceil(share * (group.computed if group.shared else length) / budget)
         return parts * math.ceil(share / max(1, budget // max(1, length)))
 
     half = response = longest // 2
@@ -240,14 +241,15 @@ def batch_of(
         response = math.ceil(config.rollout.sampling.max_tokens / 2)
         if lengths is not None:
             half = math.ceil(lengths.mean + config.rollout.sampling.max_tokens / 2)
+    prompt = max(0, half - response)
     return Batch(
         samples=samples,
         data_parallel=data_parallel,
         longest=longest,
-        prompt=max(0, half - response),
+        prompt=prompt,
         response=response,
-        micro_batches_half=micro_batches(half),
-        micro_batches_full=micro_batches(longest),
+        micro_batches_half=micro_batches(half, GroupTokens.of(config, prompt, response)),
+        micro_batches_full=micro_batches(longest, longest_group(config, longest, samples)),
     )
 
 

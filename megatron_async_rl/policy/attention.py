@@ -3,10 +3,10 @@
 `CoreAttention` replaces Megatron's unfused softmax, which holds [rows, heads, length, length]
 scores, by torch's scaled dot product attention. Invariants: causal, no dropout, no mask (under the
 causal mask no real token attends to right padding); a token of a packed row attends only to its own
-sample, and in a layer with a sliding window only to the last tokens of it; grouped-query heads
-share keys and values in Megatron's order; under context parallelism every rank gathers the keys and
-values of all. `TransformerEngineAttention` uses Transformer Engine's kernel for packed rows and for
-context parallelism, if there is one.
+sample, whose prefix may be shared, and in a layer with a sliding window only to the last tokens of
+it; grouped-query heads share keys and values in Megatron's order; under context parallelism every
+rank gathers the keys and values of all. `TransformerEngineAttention` uses Transformer Engine's
+kernel for packed rows and for context parallelism, if there is one.
 
 Context parallelism cuts sequences over the ranks of a context-parallel group. A sequence is 2 *
 size chunks of equal length; rank r holds chunk r, followed by chunk (2 * size - 1 - r). Megatron
@@ -26,6 +26,7 @@ Invariants of context parallelism:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +44,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_async_rl.policy.packed_sequences import PackedSequences, repeat_rows
 from megatron_async_rl.samples.columns import spans
 
 
@@ -100,44 +102,12 @@ def gather_outputs(own: Tensor, places: Tensor, tokens: int, group: Any) -> Tens
     return result
 
 
+QUERIES = 256
+"""Number of queries after a shared prefix that attend at a time."""
 WINDOWED_QUERIES = 512
 """Number of queries that attend at a time if there is a sliding window."""
 ALIGNED = 16
 """Multiple to which the edge of a mask is rounded, in tokens."""
-
-
-@dataclass
-class PackedSequences(PackedSeqParams):
-    """Boundaries of the samples of a packed row: on the device for Megatron and Transformer Engine,
-    and as `runs` on the host for attention by torch's kernels.
-
-    runs: (samples, tokens of each on this rank) of each run of adjacent samples of equal length, in
-    order. All other fields count whole samples.
-    """
-
-    runs: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of(
-        cls, lengths: NDArray[np.int64], device: torch.device, context_size: int = 1
-    ) -> PackedSequences:
-        """Return the boundaries of a row. lengths: [S], S > 0, of the row's samples in order; their
-        sum is the row's length. context_size: number of ranks that share each of them."""
-        ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-        offsets, longest = torch.from_numpy(ends).to(device), int(lengths.max())
-        first = np.flatnonzero(np.diff(lengths, prepend=-1))
-        counts = np.diff(first, append=len(lengths))
-        return cls(
-            # Until the attention kernel, a row has Megatron's own form, [length, 1, ...].
-            qkv_format="sbhd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            runs=tuple(
-                zip(counts.tolist(), (lengths[first] // context_size).tolist(), strict=True)
-            ),
-        )
 
 
 class CoreAttention(MegatronModule):
@@ -186,22 +156,42 @@ class CoreAttention(MegatronModule):
             )
             return context.transpose(0, 1).reshape(length, rows, -1)
 
-        # Samples of equal length are adjacent: each run of them is a batch of rows, and the inputs
+        runs, sizes = packed_seq_params.runs, packed_seq_params.sizes
+        parts = list(
+            zip(*(each.squeeze(1).split(sizes) for each in (query, key, value)), strict=True)
+        )
+        # Roots of equal length are adjacent: each run of them is a batch of rows, and the inputs
         # are neither copied nor padded.
-        runs = packed_seq_params.runs
-        parts = [
-            each.squeeze(1).split([samples * tokens for samples, tokens in runs])
-            for each in (query, key, value)
+        roots = [
+            [part.unflatten(0, run) for part in own]
+            for run, own in zip(runs, parts[: len(runs)], strict=True)
         ]
         contexts = [
             attention_of_part(
-                *(part.unflatten(0, run) for part in run_parts),
+                *own, scale=self.softmax_scale, window=self.window, group=self.context_group
+            ).flatten(0, 1)
+            for own in roots
+        ]
+        for call, filling, own in zip(
+            packed_seq_params.branches,
+            packed_seq_params.fillings(),
+            parts[len(runs) :],
+            strict=True,
+        ):
+            filled = [
+                (part if filling is None else filling.fill(part)).unflatten(0, (call.pieces, -1))
+                for part in own
+            ]
+            context = attention_after_prefix(
+                filled[0],
+                *(
+                    torch.cat((call.repeated(prefix), part), dim=1)
+                    for prefix, part in zip(roots[call.run][1:], filled[1:], strict=True)
+                ),
                 scale=self.softmax_scale,
                 window=self.window,
-                group=self.context_group,
             ).flatten(0, 1)
-            for run, *run_parts in zip(runs, *parts, strict=True)
-        ]
+            contexts.append(context if filling is None else filling.unfill(context))
         return torch.cat(contexts).reshape(length, 1, -1)
 
     def sharded_state_dict(
@@ -249,6 +239,23 @@ def attention_of_part(
         ],
         dim=1,
     )
+
+
+def attention_after_prefix(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None
+) -> Tensor:
+    """Return `causal_attention` of the last tokens of sequences, QUERIES at a time: a mask does not
+    save the work that it hides."""
+    length, before = query.shape[1], key.shape[1] - query.shape[1]
+    contexts = []
+    for start in range(0, length, QUERIES):
+        stop = min(start + QUERIES, length)
+        seen = slice(0, before + stop)
+        part = query[:, start:stop]
+        contexts.append(
+            causal_attention(part, key[:, seen], value[:, seen], scale=scale, window=window)
+        )
+    return contexts[0] if len(contexts) == 1 else torch.cat(contexts, dim=1)
 
 
 def causal_attention(
@@ -339,10 +346,18 @@ def _mask_of_last(length: int, total: int, dtype: torch.dtype, device: torch.dev
     return mask if device.type == "cpu" else mask.contiguous()
 
 
+class BottomRight(Enum):
+    """Transformer Engine's causal mask of queries that are the last tokens of their keys. Megatron
+    passes on a mask's name, and its own enumeration lacks this one."""
+
+    padding_causal_bottom_right = 1
+
+
 class TransformerEngineAttention(CoreAttention):
     """Transformer Engine's attention over packed rows, in its format [tokens, heads, head] ("thd"):
-    one kernel for samples of any length, also under context parallelism, where it passes keys and
-    values from rank to rank while it computes. It reads the layer's window from the configuration,
+    one kernel for samples of any length, also where several continue a shared prefix, whose keys
+    and values are repeated, and under context parallelism, where it passes keys and values from
+    rank to rank while it computes. It reads the layer's window from the configuration,
     like `window_of`."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -363,15 +378,16 @@ class TransformerEngineAttention(CoreAttention):
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias
             )
-        packed = packed_seq_params is not None
-        context: Tensor = self.kernel(
-            *(each.squeeze(1) if packed else each for each in (query, key, value)),
-            attention_mask,
-            # Independent of the configuration: Transformer Engine accepts no other value here.
-            AttnMaskType.causal,
-            attention_bias,
-            self._offsets(packed_seq_params) if packed_seq_params is not None else None,
-        )
+        inputs, offsets = [query, key, value], None
+        # Independent of the configuration: Transformer Engine accepts no other value here.
+        mask: AttnMaskType | BottomRight = AttnMaskType.causal
+        if packed_seq_params is not None:
+            inputs, offsets = [each.squeeze(1) for each in inputs], self._offsets(packed_seq_params)
+            if packed_seq_params.keys is not None:
+                keys = packed_seq_params.keys
+                inputs[1:] = [repeat_rows(each, keys) for each in inputs[1:]]
+                mask = BottomRight.padding_causal_bottom_right
+        context: Tensor = self.kernel(*inputs, attention_mask, mask, attention_bias, offsets)
         return context.reshape(*query.shape[:2], -1)
 
     def _offsets(self, packing: PackedSequences) -> PackedSeqParams:

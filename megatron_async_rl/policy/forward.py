@@ -37,6 +37,7 @@ from megatron_async_rl.policy.megatron_private import (
     set_gathered,
 )
 from megatron_async_rl.policy.model import PolicyModel
+from megatron_async_rl.policy.packed_sequences import repeat_rows
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.routing_replay import RoutingPass, RoutingReplay
 from megatron_async_rl.watchdog import watch
@@ -282,7 +283,11 @@ class Schedule:
         # Rows in the memory order of the stage's output, [L, B, H], so that the selection copies
         # only the selected rows.
         position = micro_batch.rows % length * batch + micro_batch.rows // length
-        return hidden.transpose(0, 1).reshape(length * batch, width).index_select(0, position)
+        by_position = hidden.transpose(0, 1).reshape(length * batch, width)
+        if micro_batch.packing is not None and micro_batch.packing.shared:
+            # The last token of a shared prefix predicts the next token of several samples.
+            return repeat_rows(by_position, position)
+        return by_position.index_select(0, position)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
         """Return the buffer to which the weight's gradient may be added directly: Megatron's; or,

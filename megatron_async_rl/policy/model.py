@@ -266,6 +266,8 @@ def build_model(
 
     Raises UnsupportedModel, or WeightsDoNotFit if directory and model differ in any tensor.
     """
+    if policy.sequence == "packed" and policy.not_shared and layout.rank == 0:
+        log.info("each response computes its own prompt %s", policy.not_shared)
     built = assemble_model(model, policy, layout, value)
     load_hf(built.bridge, built.chunks, model.path)
     if policy.lora is not None:

@@ -31,6 +31,7 @@ from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.policy import PolicyConfig
 from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.controls.decision import Control, build_controls
+from megatron_async_rl.metrics.over_steps import over_steps
 from megatron_async_rl.objectives.batch import TokenBatch
 from megatron_async_rl.objectives.objective import Objective, valid_samples
 from megatron_async_rl.policy import checkpoint
@@ -43,7 +44,8 @@ from megatron_async_rl.policy.adam_view import (
 from megatron_async_rl.policy.anomaly import AnomalyReport, refuse_nonfinite_steps, require_finite
 from megatron_async_rl.policy.attention import ContextParallelSlice
 from megatron_async_rl.policy.background import Background
-from megatron_async_rl.policy.batching import Batcher, Minibatch, divide, over_steps, receive
+from megatron_async_rl.policy.batch_shares import divide, receive
+from megatron_async_rl.policy.batching import Batcher, Minibatch
 from megatron_async_rl.policy.device_memory import DeviceMemory
 from megatron_async_rl.policy.explanation import GradientExplanation
 from megatron_async_rl.policy.forward import Schedule
@@ -203,12 +205,13 @@ class Policy:
         )
 
     def receive(self, take: Callable[[], TrainBatch | None]) -> RankBatch | None:
-        """Return this rank's part of the batch that rank 0 takes; see `batching.receive`."""
+        """Return this rank's part of the batch that rank 0 takes; see `batch_shares.receive`."""
         return receive(
             take,
             self.layout,
             minibatches=self.objective.config.minibatches,
             whole_groups=self.baseline is not None,
+            sharing=self.config.least_sharing,
         )
 
     def train_step(self, batch: RankBatch) -> dict[str, float]:
@@ -353,7 +356,9 @@ class Policy:
             **chosen,
             **taken,
             "policy/micro_batches": float(len(mine)),
-            "policy/padding_share": minibatch.padding_share,
+            "policy/computed_tokens": float(minibatch.plan.computed),
+            "policy/padding_share": minibatch.plan.padding_share,
+            "policy/shared_share": minibatch.plan.shared_share,
             "time/precompute_s": precomputed - started,
             "time/forward_backward_s": reduced - precomputed,
             "time/optimizer_s": time.perf_counter() - reduced,

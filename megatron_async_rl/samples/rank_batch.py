@@ -29,11 +29,15 @@ from megatron_async_rl.samples.columns import NUMERIC, ROUTED, flat, spans
 NOBODY = -1
 """Owner of a sample that is not trained on."""
 
+SHARED = pa.field("shared", pa.list_(pa.int32()))
+"""Tokens of each segment in the shared prefix of its family (prefixes.py); null: none."""
+
 NUMBERS = pa.schema(
     [
         *(field for field in NUMERIC if field.name not in ("prompt_ids", "response_ids", ROUTED)),
         pa.field("prompt_length", pa.int32(), nullable=False),
         pa.field("owner", pa.int32(), nullable=False),
+        SHARED,
     ]
 )
 """The numbers of every sample, for every rank. `owner`: the data-parallel rank that trains it."""
@@ -56,8 +60,9 @@ class RankBatch:
     version: the weights that will be trained. ids: [S] strings. group, owner, prompt_lengths,
     lengths (response tokens): [S] int64. rewards, weights: [S] float64. reward_parts: [S], the
     parts of a reward by name, null for a reward without parts. segment_starts: [S], the response
-    tokens at which further segments of a sample begin, null for a sample of one segment. valid (the
-    reward did not fail), sampled (not given data), truncated: [S] bool.
+    tokens at which further segments of a sample begin, null for a sample of one segment. shared:
+    [S], the column SHARED. valid (the reward did not fail), sampled (not given data), truncated:
+    [S] bool.
 
     behavior_logprobs: [N] float32. versions: [N] int32. loss_mask: [N] uint8. step_rewards: [N]
     float32, 0 for a sample without any; None if no sample has any.
@@ -77,6 +82,7 @@ class RankBatch:
     rewards: NDArray[np.float64]
     reward_parts: pa.MapArray
     segment_starts: pa.ListArray
+    shared: pa.ListArray
     weights: NDArray[np.float64]
     valid: NDArray[np.bool_]
     sampled: NDArray[np.bool_]
@@ -108,7 +114,7 @@ class RankBatch:
         prompt_lengths = numbers.column("prompt_length").to_numpy().astype(np.int64)
         # Only own samples have experts, in the order of `rows`.
         own = numbers.column("segment_starts").take(pa.array(rows))
-        routed_experts, recorded = _routed_experts(
+        routed_experts, recorded = routed_experts_of(
             tokens.column(ROUTED), *segment_lengths(prompt_lengths[rows], totals, own)
         )
         routed = np.zeros(numbers.num_rows, dtype=bool)
@@ -124,6 +130,7 @@ class RankBatch:
             rewards=numbers.column("reward").to_numpy(),
             reward_parts=numbers.column("reward_parts"),
             segment_starts=numbers.column("segment_starts"),
+            shared=numbers.column("shared"),
             weights=numbers.column("weight").to_numpy(),
             valid=numbers.column("valid").to_numpy(zero_copy_only=False),
             # Arrow packs booleans into bits, which NumPy cannot view.
@@ -179,6 +186,18 @@ class RankBatch:
             return totals, np.ones_like(totals)
         return segment_lengths(prompts, totals, self.segment_starts.take(pa.array(rows)))
 
+    def shared_tokens(
+        self, rows: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the tokens of each segment of these samples in the shared prefix of its family:
+        [G]. counts: their segments."""
+        if self.shared.null_count == len(self):
+            return np.zeros(int(counts.sum()), dtype=np.int64)
+        values, given = flat(self.shared.take(pa.array(rows)))
+        found = np.zeros(int(counts.sum()), dtype=np.int64)
+        found[np.repeat(given > 0, counts)] = values
+        return found
+
     @cached_property
     def trained(self) -> NDArray[np.int64]:
         """Number of trained response tokens: [S]."""
@@ -206,7 +225,7 @@ class RankBatch:
         # Per-token columns are selected by tokens, the others by samples.
         tokens = spans(self.starts[rows], self.lengths[rows])
         per_token = {"behavior_logprobs", "versions", "loss_mask", "step_rewards"}
-        columns = ("ids", "reward_parts", "segment_starts")
+        columns = ("ids", "reward_parts", "segment_starts", "shared")
         changed = {
             field.name: getattr(self, field.name)[tokens if field.name in per_token else rows]
             for field in dataclasses.fields(self)
@@ -235,12 +254,16 @@ def segment_lengths(
     return lengths, counts
 
 
-def numbers_of(samples: pa.RecordBatch, owner: NDArray[np.int64]) -> pa.RecordBatch:
-    """Return the columns NUMBERS of a batch with columns NUMERIC or SCHEMA."""
+def numbers_of(
+    samples: pa.RecordBatch, owner: NDArray[np.int64], shared: pa.ListArray | None = None
+) -> pa.RecordBatch:
+    """Return the columns NUMBERS of a batch with columns NUMERIC or SCHEMA. shared: the column
+    SHARED; null if samples share nothing."""
     columns = {
         **{name: samples.column(name) for name in NUMERIC.names},
         "prompt_length": pc.list_value_length(samples.column("prompt_ids")),
         "owner": pa.array(owner, type=pa.int32()),
+        "shared": pa.nulls(samples.num_rows, SHARED.type) if shared is None else shared,
     }
     return pa.RecordBatch.from_arrays([columns[name] for name in NUMBERS.names], schema=NUMBERS)
 
@@ -266,7 +289,7 @@ def tokens_of(samples: pa.RecordBatch, rows: NDArray[np.int64]) -> pa.RecordBatc
     )
 
 
-def _routed_experts(
+def routed_experts_of(
     column: pa.LargeBinaryArray, segments: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint8] | None, NDArray[np.bool_]]:
     """Return `RankBatch.routed_experts`, and which rows of the column have any. segments, counts:

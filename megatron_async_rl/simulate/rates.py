@@ -37,6 +37,7 @@ from megatron_async_rl.plan.layer_memory import engine_bytes, value_bytes
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB
 from megatron_async_rl.plan.memory import engine_memory
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.plan.sharing import GroupTokens
 
 GB = 1e9
 GROUPS = 1000
@@ -260,7 +261,11 @@ def _training(
     operations = (objective.epochs * (3 + again) + forward_passes(config)) * _forward(
         shape, total / 2
     )
-    share = flow.prompts_per_step * flow.group_size * total / parallel.data / objective.minibatches
+    # A prompt that the responses of a group share is computed once.
+    computed = GroupTokens.of(config, hardware.prompt_tokens, lengths.mean).computed
+    operations *= computed / total
+    samples = flow.prompts_per_step * flow.group_size
+    share = samples * computed / parallel.data / objective.minibatches
     micro_batches = max(1.0, share / config.policy.tokens_per_micro_batch)
     # Stages are idle while the pipeline fills and empties.
     bubble = 1 + (parallel.pipeline - 1) / parallel.virtual_pipeline / micro_batches

@@ -16,9 +16,9 @@ from megatron_async_rl.policy import device
 from megatron_async_rl.policy.attention import (
     ContextParallelSlice,
     CoreAttention,
-    PackedSequences,
     TransformerEngineAttention,
 )
+from megatron_async_rl.policy.packed_sequences import PackedSequences
 from megatron_async_rl.policy.parallel import Layout, initialise
 
 HEADS, GROUPS, WIDTH = 4, 2, 64

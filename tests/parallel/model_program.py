@@ -75,7 +75,7 @@ def logprobs(
         ContextParallelSlice(layout.cp_rank, layout.cp_size),
     )
     rounds = layout.pp_size if layout.virtual_stages > 1 else 1
-    cuts, _ = plan_micro_batches(
+    cuts, *_ = plan_micro_batches(
         samples, data_parallel=1, budget=100, sequences=sequences, in_groups_of=rounds
     )
     found = {}

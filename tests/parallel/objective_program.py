@@ -349,7 +349,14 @@ def counting_routers(rank: Rank, sequence: str) -> dict:
     """The gradient of a step whose routers add Megatron's losses on their use of experts, of the
     batch as one micro-batch."""
     policy = rank.policy(
-        "mixture", objective=REPLAYED, controls=(), clip_grad=None, budget=4096, sequence=sequence
+        "mixture",
+        objective=REPLAYED,
+        controls=(),
+        clip_grad=None,
+        budget=4096,
+        sequence=sequence,
+        # These losses count the tokens of shared prefixes once.
+        sharing="never",
     )
     config = policy.model.config
     config.moe_aux_loss_coeff = 0.1
@@ -360,8 +367,8 @@ def counting_routers(rank: Rank, sequence: str) -> dict:
             if isinstance(module, TopKRouter):
                 module.routing_type = "aux_loss"
 
-    def together(self, share, fed, counts, budget):
-        return [tuple(share[(-fed[share]).argsort(kind="stable")].tolist())]
+    def together(self, share, segments, budget):
+        return [tuple(share[(-segments.fed[share]).argsort(kind="stable")].tolist())]
 
     with mock.patch.object(Padded, "cut", together):
         return ReducedGradient(rank, policy, "mixture_a").whole()

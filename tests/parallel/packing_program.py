@@ -95,6 +95,7 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     budgets = {"one_by_one": 26, "all_at_once": 4096}
 
     def trained(name: str, sequence: str) -> dict:
+        # Of packed rows, those of the plain runs hold whole samples, and the others share prefixes.
         plain = name in ("controls", *budgets)
         objective = None if plain else (OBJECTIVES | DENSE_OBJECTIVES)[name]
         policy = rank.policy(
@@ -103,11 +104,15 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
             controls=CONTROLS if plain else (),
             budget=budgets.get(name, BUDGET),
             sequence=sequence,
+            sharing="never" if plain else "always",
         )
         return rank.train(policy, [a, b])
 
-    policy = rank.policy(model, sequence="packed", budget=BUDGET)
+    policy = rank.policy(model, sequence="packed", budget=BUDGET, sharing="never")
+    shared = rank.policy(model, sequence="packed", budget=BUDGET, sharing="always")
     results = {
+        "shared_scores": shared.score(received(shared, scorable(rank.batches[a]))),
+        "shared_joined_scores": shared.score(received(shared, paired(rank.batches[a]))),
         "scores": policy.score(received(policy, scorable(rank.batches[a]))),
         "shapes": [
             tuple(each.tokens.shape)

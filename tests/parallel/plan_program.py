@@ -39,12 +39,13 @@ from megatron_async_rl.policy.adam_view import (
     gradient_of,
     optimizer_parameters,
 )
-from megatron_async_rl.policy.attention import PackedSequences
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import assemble_model
 from megatron_async_rl.policy.opob import exact_baseline
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
+from megatron_async_rl.policy.packed_sequences import PackedSequences
+from megatron_async_rl.policy.packing import Packed, Segments
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.past_weights import MasterSnapshot, Snapshots
 from megatron_async_rl.policy.references import ReferencePolicies
@@ -176,8 +177,18 @@ def kept(config: Config, rows: int, tokens: int) -> int:
         lengths = np.array([tokens // 2, tokens // 4, tokens // 4])
         places = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
         packing = PackedSequences.of(lengths, CPU)
+    responses, rest = config.flow.group_size, config.rollout.sampling.max_tokens
+    if config.policy.least_sharing is not None and responses * rest < tokens:
+        prefix = tokens - responses * rest
+        fed = np.full(responses, prefix + rest)
+        same = np.zeros(responses, dtype=np.int64)
+        segments = Segments(fed, np.ones_like(fed), same, np.full(responses, prefix), same)
+        arranged = Packed().arrange(segments)
+        places, packing = torch.from_numpy(arranged.positions)[None], arranged.packing
     trained = torch.arange(rows * tokens)
-    micro_batch = SimpleNamespace(rows=trained, targets=torch.zeros_like(trained), places=None)
+    micro_batch = SimpleNamespace(
+        rows=trained, targets=torch.zeros_like(trained), places=None, packing=packing
+    )
     schedule = Schedule([chunk], model, layout, temperature=1.0, logprob_chunk_tokens=tokens)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = chunk.train()(torch.zeros_like(places), places, None, packed_seq_params=packing)

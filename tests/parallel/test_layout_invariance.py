@@ -15,7 +15,13 @@ pytestmark = pytest.mark.parallel
 
 LAYOUTS = layouts.OFFERED["layout_program"]
 OTHERS = [name for name in LAYOUTS if name != "single"]
-PER_LAYOUT = ("time/", "policy/padding_share", "policy/micro_batches")
+PER_LAYOUT = (
+    "time/",
+    "policy/computed_tokens",
+    "policy/micro_batches",
+    "policy/padding_share",
+    "policy/shared_share",
+)
 
 
 def compare_steps(found, expected, rel=1e-6):

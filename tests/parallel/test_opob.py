@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from megatron_async_rl.config.rules import validated
-from megatron_async_rl.policy.batching import assign_owners
+from megatron_async_rl.policy.batch_shares import assign_owners
 from megatron_async_rl.policy.opob import own_groups
 from tests.parallel import layouts
 from tests.parallel.opob_program import CAP, ENTROPY_BONUS, many, one_group

@@ -34,6 +34,16 @@ def padded(layout):
     return results("mixture_single" if layout in layouts.MIXTURE_LAYOUTS else "single")["padded"]
 
 
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "context" not in LAYOUTS[name]])
+def test_steps_on_shared_prefixes_compute_fewer_tokens(layout):
+    shared, whole = (
+        results(layout)[run]["steps"][0]["policy/computed_tokens"] for run in ("gspo", "controls")
+    )
+    assert shared < 0.95 * whole
+    assert results(layout)["gspo"]["steps"][0]["policy/shared_share"] > 0.0
+    assert results(layout)["controls"]["steps"][0]["policy/shared_share"] == 0.0
+
+
 @pytest.mark.parametrize(("layout", "run"), RUNS)
 def test_steps_and_weights_are_those_of_padded_rows_on_one_rank(layout, run):
     found, expected = results(layout)[run], padded(layout)[run]
@@ -56,17 +66,18 @@ def test_all_ranks_of_a_layout_receive_the_same_numbers(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_are_those_of_padded_rows(layout):
     single = "mixture_single" if layout in layouts.MIXTURE_LAYOUTS else "single"
-    for found, expected in zip(
-        results(layout)["scores"], results(single)["padded_scores"], strict=True
-    ):
-        np.testing.assert_allclose(found, expected, atol=3e-6)
+    for kind in ("scores", "shared_scores"):
+        for found, expected in zip(
+            results(layout)[kind], results(single)["padded_scores"], strict=True
+        ):
+            np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_segment_scores_as_a_sample_of_its_own(layout):
     found = results(layout)
     samples = samples_in(layouts.batch("mixture_a" if layout in MIXTURES else "a"))
-    for name in {"joined_scores", "padded_joined_scores"} & found.keys():
+    for name in {"joined_scores", "shared_joined_scores", "padded_joined_scores"} & found.keys():
         alone = iter(zip(samples, found["scores"], strict=True))
         for score in found[name]:
             end = 0

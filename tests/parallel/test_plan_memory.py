@@ -70,6 +70,8 @@ PACKED = "policy.sequence=packed"
 VALUE = ["objective.advantage=gae", "objective.value={coef: 0.5}"]
 TOKENS = 256
 TWO_ROWS = "two rows"
+SHARED, REST, PREFIX = "packed, a shared prefix", 24, TOKENS - 8 * 24
+"""Case of one group of 8, and its tokens."""
 
 
 def lora(**settings: Any) -> str:
@@ -90,6 +92,8 @@ KEPT: dict[str, tuple[str, list[str]]] = {
     "full": ("qwen3", [BFLOAT16, "policy.recompute=full"]),
     "packed": ("qwen3", [BFLOAT16, PACKED]),
     "packed, float32": ("llama", [FLOAT32, PACKED]),
+    SHARED: ("qwen3", [BFLOAT16, PACKED, f"rollout.sampling.max_tokens={REST}"]),
+    f"{SHARED}, float32": ("llama", [FLOAT32, PACKED, f"rollout.sampling.max_tokens={REST}"]),
     TWO_ROWS: ("qwen3", [BFLOAT16]),
     "packed experts": ("qwen3_moe", [BFLOAT16, PACKED]),
     "value head": ("llama", [BFLOAT16, *VALUE]),
@@ -318,5 +322,7 @@ def test_activations_are_within_5_percent_of_what_autograd_keeps(
         # One layer at a time is computed again.
         kept += megatrons["qwen3, bfloat16"] / SMALL_COMMON["num_hidden_layers"]
     longest = TOKENS // 2 if case == TWO_ROWS else TOKENS
+    if case.startswith(SHARED):
+        longest = PREFIX + REST
     plan = planned(folder, model, overrides, longest=longest)
     assert plan.activations == pytest.approx(kept, rel=0.05)

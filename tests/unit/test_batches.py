@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from megatron_async_rl.objectives.objective import valid_samples
-from megatron_async_rl.policy.batching import _batch, _tensor, split
+from megatron_async_rl.policy.batch_shares import _batch, _tensor, split
 from megatron_async_rl.samples.rank_batch import NOBODY, NUMBERS, TOKENS
 from megatron_async_rl.samples.rows import TrainBatch
 from tests.train_batches import (

@@ -1,6 +1,5 @@
 import dataclasses
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,9 +10,9 @@ from megatron_async_rl.objectives.batch import on_device
 from megatron_async_rl.objectives.objective import Denominators, Objective, StepTargets, whole_batch
 from megatron_async_rl.policy import batching
 from megatron_async_rl.policy.attention import ContextParallelSlice
+from megatron_async_rl.policy.batch_shares import assign_owners
 from megatron_async_rl.policy.batching import (
     SampleTooLong,
-    assign_owners,
     build_micro_batch,
     build_micro_batches,
     plan_micro_batches,
@@ -23,6 +22,7 @@ from megatron_async_rl.policy.packing import (
     MICRO_BATCH_COSTS,
     Packed,
     Padded,
+    Segments,
     cheapest_cut,
 )
 from megatron_async_rl.policy.step import RecordedLoss
@@ -44,21 +44,10 @@ SAMPLES = [
 ]
 
 
-class Plan(NamedTuple):
-    ranks: tuple
-    padding_share: float
-
-    @property
-    def micro_batches(self):
-        return len(self.ranks[0])
-
-
 def planned(samples, data_parallel=1, **settings):
     """(plan, each data-parallel rank's view of the batch)."""
     views = rank_batches(grouped(samples), data_parallel)
-    plans = [
-        Plan(*plan_micro_batches(view, data_parallel=data_parallel, **settings)) for view in views
-    ]
+    plans = [plan_micro_batches(view, data_parallel=data_parallel, **settings) for view in views]
     assert all(plan == plans[0] for plan in plans)
     return plans[0], views
 
@@ -84,7 +73,7 @@ def test_every_sample_is_in_exactly_one_micro_batch_and_no_budget_is_exceeded(
     assert sorted(i for rank in plan.ranks for rows in rank for i in rows) == list(
         range(len(SAMPLES))
     )
-    assert {len(rank) for rank in plan.ranks} == {plan.micro_batches}
+    assert {len(rank) for rank in plan.ranks} == {len(plan.ranks[0])}
     sizes = [
         build_micro_batch(view, rows, CPU, sequences).tokens.numel()
         for view, rank in zip(views, plan.ranks, strict=True)
@@ -99,9 +88,9 @@ def test_the_number_of_micro_batches_fills_up_to_whole_rounds_of_the_pipeline():
     for data_parallel in (1, 3):
         plain, _ = planned(SAMPLES, data_parallel, budget=64)
         rounds, _ = planned(SAMPLES, data_parallel, budget=64, in_groups_of=4)
-        assert rounds.micro_batches == -(-plain.micro_batches // 4) * 4
+        assert len(rounds.ranks[0]) == -(-len(plain.ranks[0]) // 4) * 4
         for mine, filled in zip(plain.ranks, rounds.ranks, strict=True):
-            assert filled == mine + ((),) * (rounds.micro_batches - plain.micro_batches)
+            assert filled == mine + ((),) * (len(rounds.ranks[0]) - len(plain.ranks[0]))
 
 
 @pytest.mark.parametrize("samples", [SAMPLES, geometric(200, 0)], ids=["uniform", "geometric"])
@@ -137,7 +126,7 @@ def test_a_tenth_of_the_tokens_is_padding_at_most_where_lengths_are_geometric(co
     for seed in range(10):
         plan, _ = planned(geometric(count, seed), data_parallel, budget=16384)
         shares.append(plan.padding_share)
-        numbers.append(plan.micro_batches)
+        numbers.append(len(plan.ranks[0]))
     assert max(shares) < 0.1
     assert max(numbers) <= 20, "padding is not bought at any price"
 
@@ -148,9 +137,9 @@ def test_where_little_is_padding_anyway_few_micro_batches_are_made():
     samples = [make_sample(prompt, str(i), [3] * (6 + i % 8)) for i in range(512)]
     plan, _ = planned(samples, budget=16384)
     assert plan.padding_share < 0.1
-    assert plan.micro_batches <= 4
+    assert len(plan.ranks[0]) <= 4
     few, _ = planned(samples[:4], budget=16384)
-    assert few.micro_batches == 1
+    assert len(few.ranks[0]) == 1
 
 
 def test_equal_lengths_are_cut_by_the_budget_alone_and_evenly():
@@ -379,10 +368,13 @@ def test_parts_of_context_parallel_ranks_make_up_the_whole_rows(kind, size, mult
     for rows in (*plan.ranks[0], ()):
         parts = [build_micro_batch(batch, rows, CPU, layout) for layout in layouts]
         fed = batch.fed[list(rows)]
-        count, length = layouts[0].shape(fed)
+        segments = Segments.apart(fed)
+        count, length = layouts[0].shape(segments)
+        lengths = layouts[0].arrange(segments).lengths
+        starts = np.arange(len(fed)) * length if kind is Padded else np.cumsum(lengths) - lengths
         assert length % multiple == 0
         assert {part.tokens.shape for part in parts} == {(count, length // size)}
-        own = torch.from_numpy(np.concatenate([layout.own(fed) for layout in layouts]))
+        own = torch.from_numpy(np.concatenate([layout.own(lengths) for layout in layouts]))
         assert own.sort().values.tolist() == list(range(count * length))
         whole = {}
         for name in ("tokens", "position_ids"):
@@ -390,14 +382,14 @@ def test_parts_of_context_parallel_ranks_make_up_the_whole_rows(kind, size, mult
             whole[name] = torch.empty_like(joined).index_copy(0, own, joined)
         predicts = []
         for number, index in enumerate(rows):
-            sample, start = SAMPLES[index], layouts[0].starts(fed)[number]
+            sample, start = SAMPLES[index], starts[number]
             expected = [*sample.prompt.token_ids, *sample.response_ids][:-1]
             line = slice(start, start + len(expected))
             assert whole["tokens"][line].tolist() == expected
             assert whole["position_ids"][line].tolist() == list(range(len(expected)))
             predicts += range(start + len(sample.prompt.token_ids) - 1, line.stop)
         found = {
-            int(place): int(layout.own(fed)[row])
+            int(place): int(layout.own(lengths)[row])
             for layout, part in zip(layouts, parts, strict=True)
             for place, row in zip(part.places, part.rows, strict=True)
         }
@@ -408,13 +400,9 @@ def test_parts_of_context_parallel_ranks_make_up_the_whole_rows(kind, size, mult
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_context_parallel_ranks_have_the_same_work_under_the_causal_mask(size):
     starts, lengths = np.array([0, 4 * size]), np.array([4 * size, 6 * size])
-    layout = Packed(2 * size)
+    arranged = Packed(2 * size).arrange(Segments.apart(lengths))
     keys = [
-        int(
-            (
-                layout.positions(lengths)[ContextParallelSlice(rank, size).own(starts, lengths)] + 1
-            ).sum()
-        )
+        int((arranged.positions[ContextParallelSlice(rank, size).own(starts, lengths)] + 1).sum())
         for rank in range(size)
     ]
     assert len(set(keys)) == 1
@@ -456,7 +444,8 @@ def test_a_segment_lies_in_a_micro_batch_as_a_sample_of_its_own(layout):
             for number, *told in zip(numbers, before, at, part.targets[places], strict=True):
                 found[int(number)] = tuple(map(int, told))
             if part.packing is not None:
-                ends = np.cumsum(layout.lengths(view.segments(np.array(rows))[0] - 1))
+                fed = view.segments(np.array(rows))[0] - 1
+                ends = np.cumsum(layout.arrange(Segments.apart(fed)).lengths)
                 assert part.packing.cu_seqlens_q.tolist() == [0, *ends]
         return [found.get(number) for number in np.flatnonzero(view.loss_mask)]
 

@@ -275,7 +275,8 @@ def estimated(
 
 def test_the_estimate_of_a_dense_model_equals_a_calculation_by_hand(tmp_path: Path) -> None:
     """Qwen3-8B: 1024 samples of 256 + 2048 tokens, trained by 4 H200 and sampled by 4."""
-    found = estimated(recipe(tmp_path, "qwen3_8b", "Qwen3-8B"))
+    never = "policy.prefix_sharing=never"
+    found = estimated(recipe(tmp_path, "qwen3_8b", "Qwen3-8B"), never)
     # 36 layers of 192,946,432 weights; attention with 36 x 4096 elements to half of 2304 tokens;
     # logits with 151,936 x 4096 weights at 2048 tokens.
     layers, attention = 2 * 2304 * 36 * 192_946_432, 2 * 2304 * 36 * 4096 * 2304
@@ -285,13 +286,21 @@ def test_the_estimate_of_a_dense_model_equals_a_calculation_by_hand(tmp_path: Pa
     operations = 1024 * (4 * (layers + attention) + 3 * head)
     assert found.train_s == pytest.approx(operations / (4 * 0.4 * 989e12))
     assert found.train_s == pytest.approx(91.85, abs=0.01)
+    # 8 responses share their prompt: each computes 1/8 of it, and attends to all of it.
+    shared = estimated(recipe(tmp_path, "qwen3_8b", "Qwen3-8B"))
+    layers = 2 * (2048 + 256 // 8) * 36 * 192_946_432
+    attention = 2 * 36 * 4096 * (256 * 256 / 8 + 2048 * (2 * 256 + 2048))
+    operations = 1024 * (4 * (layers + attention) + 3 * head)
+    assert shared.train_s == pytest.approx(operations / (4 * 0.4 * 989e12))
     # Each of 256 concurrent responses has (256 + 1024) x 147,456 bytes of keys and values. Weights
     # without the embedding have 15.137 GB.
     pace = (15.137e9 + 256 * 1280 * 147_456) / (0.6 * 4.8e12)
     assert found.tokens_per_s == pytest.approx(256 / pace, rel=1e-4)
     assert found.decoding == 256
     in_fp8 = estimated(
-        recipe(tmp_path, "qwen3_8b", "Qwen3-8B"), "rollout.vllm.quantization=fp8_per_channel"
+        recipe(tmp_path, "qwen3_8b", "Qwen3-8B"),
+        "rollout.vllm.quantization=fp8_per_channel",
+        never,
     )
     # FP8 halves all weights of a layer except its norms (8,448 weights).
     halved = pace - 36 * (192_946_432 - 8_448) / (0.6 * 4.8e12)
@@ -322,7 +331,11 @@ def test_pipeline_stages_of_an_engine_read_weights_for_each_batch_in_flight(
 
 def test_the_estimate_of_a_mixture_counts_active_experts(tmp_path: Path) -> None:
     """Qwen3-30B-A3B: 8 of 128 experts, so 3.0 G of 30.2 G weights in its layers are active."""
-    found = estimated(recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B"), engine_nodes=1)
+    found = estimated(
+        recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B"),
+        "policy.prefix_sharing=never",
+        engine_nodes=1,
+    )
     # Each of 48 layers has 19,140,864 weights of attention, norms and router, and 8 active experts
     # of 4,718,592.
     active = 48 * (18_874_368 + 4_352 + 262_144 + 8 * 4_718_592)
@@ -411,8 +424,8 @@ def test_the_plan_shows_step_and_publish_time_with_its_assumptions(tmp_path: Pat
     code, output = planned(*arguments, "--gpus", "8", "--gpu-memory", "141")
     assert code == 0, output
     for words in (
-        "generate 33.4 s, train 20.2 s; publish 28.2 s (stage 0.763 s, send 24.4 s, load 3.05 s)",
-        "this config 36.5 s a step; synchronous 81.9 s, overlapped at best 36.5 s",
+        "generate 33.4 s, train 18.6 s; publish 28.2 s (stage 0.763 s, send 24.4 s, load 3.05 s)",
+        "this config 36.5 s a step; synchronous 80.3 s, overlapped at best 36.5 s",
         "H200 by its data sheet: 40% of 989 TFLOP/s in bfloat16, 60% of 4.8 TB/s",
         "2.5 GB/s to each other machine; prompts of 256 and responses of 2048 tokens",
     ):

@@ -32,7 +32,7 @@ from megatron_async_rl.plan.screen import resolved
 from megatron_async_rl.policy import blocks, fp8
 from megatron_async_rl.policy.attention import ContextParallelSlice
 from megatron_async_rl.policy.families import PINNED, choose_layers
-from megatron_async_rl.policy.packing import LAYOUTS, sequence_layout
+from megatron_async_rl.policy.packing import LAYOUTS, Segments, sequence_layout
 from tests.cases import looped
 from tests.written_run import write_model, write_run
 
@@ -240,12 +240,13 @@ def test_a_ranks_rows_are_a_multiple_of_the_recipes_on_every_layout(recipe, layo
     shared = parallel.tensor if parallel.sequence else 1
     for fed in ([], [1], [7, 33, 200], [129, 5]):
         lengths = np.array(fed, dtype=np.int64)
-        whole = math.prod(rows.shape(lengths))
-        assert len(rows.own(lengths)) * parallel.context == whole
+        segments = Segments.apart(lengths)
+        whole, filled = math.prod(rows.shape(segments)), rows.arrange(segments).lengths
+        assert len(rows.own(filled)) * parallel.context == whole
         assert whole % (parallel.context * shared) == 0
         assert whole // (parallel.context * shared) % wanted == 0
         # What fills up comes behind what is fed.
-        assert int(rows.lengths(lengths).sum()) == whole >= lengths.sum()
+        assert int(filled.sum()) == whole >= lengths.sum()
 
 
 @pytest.mark.parametrize("layout", PARALLEL)

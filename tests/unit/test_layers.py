@@ -230,7 +230,9 @@ def test_a_plan_counts_a_fused_gate_and_rotation_without_what_they_do_not_keep(t
 
 
 def test_a_plan_counts_no_copies_of_packed_rows_where_transformer_engine_takes_them(tmp_path):
-    file, given = write_run(tmp_path), ("model.dtype=bfloat16", "policy.tokens_per_micro_batch=24")
+    given = ("model.dtype=bfloat16", "policy.tokens_per_micro_batch=24")
+    given += ("policy.prefix_sharing=never",)
+    file = write_run(tmp_path)
     kept = {
         (layers, sequence): plan(
             file, *given, f"policy.layers={layers}", f"policy.sequence={sequence}"

@@ -12,10 +12,11 @@ import torch
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.problem import ConfigError
+from megatron_async_rl.metrics.over_steps import over_steps
 from megatron_async_rl.objectives.objective import Objective, valid_samples
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.plan import make_plan
-from megatron_async_rl.policy.batching import divide, over_steps
+from megatron_async_rl.policy.batch_shares import divide
 from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.run_data import summarise_run
 from megatron_async_rl.samples import Prompt

@@ -11,13 +11,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_async_rl.policy import attention
 from megatron_async_rl.policy.attention import (
     CoreAttention,
-    PackedSequences,
     TransformerEngineAttention,
     causal_attention,
     core_attention,
     window_of,
 )
 from megatron_async_rl.policy.layers import GemmaNorm, NormedAdd
+from megatron_async_rl.policy.packed_sequences import PackedSequences
 from tests.cases import looped
 
 CPU = torch.device("cpu")

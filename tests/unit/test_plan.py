@@ -259,7 +259,14 @@ def test_packed_rows_keep_rotations_per_token_and_attention_twice(tmp_path):
     shape, _ = read_model(file.parent / "model")
     padded, packed = (
         rank_memory(
-            load(file, [f"policy.sequence={name}", "policy.tokens_per_micro_batch=64"]),
+            load(
+                file,
+                [
+                    f"policy.sequence={name}",
+                    "policy.tokens_per_micro_batch=64",
+                    "policy.prefix_sharing=never",
+                ],
+            ),
             shape,
             stage=0,
             data_parallel=1,
@@ -282,7 +289,8 @@ def test_a_context_rank_keeps_the_keys_and_values_of_all_ranks(tmp_path, on_gpu)
 
     def kept(context: int) -> int:
         # Packed rows have the same number of rotations on any number of ranks.
-        config = load(file, [f"policy.parallel.context={context}", "policy.sequence=packed"])
+        keys = ["policy.sequence=packed", "policy.prefix_sharing=never"]
+        config = load(file, [f"policy.parallel.context={context}", *keys])
         return layer_activations(config, shape, tokens, 16, on_gpu=on_gpu, layers="local")
 
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -297,11 +305,12 @@ def test_packed_micro_batches_are_counted_by_tokens(file):
     """A micro-batch with a single padded row wastes the rest of its budget."""
     found = []
     for name in ("padded", "packed"):
-        planned = plan(file, f"policy.sequence={name}", "policy.tokens_per_micro_batch=100000")
+        keys = [f"policy.sequence={name}", "policy.prefix_sharing=never"]
+        planned = plan(file, *keys, "policy.tokens_per_micro_batch=100000")
         longest = planned.batch.longest
         budget = longest + longest // 2
         settings = f"policy.tokens_per_micro_batch={budget}"
-        found.append(plan(file, f"policy.sequence={name}", settings).batch.micro_batches_full)
+        found.append(plan(file, *keys, settings).batch.micro_batches_full)
         samples = planned.batch.samples
     assert found == [samples, math.ceil(samples * longest / budget)]
 

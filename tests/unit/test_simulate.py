@@ -271,7 +271,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_stated_hardware_gives_the_rates_that_its_sizes_do(recipe: Path) -> None:
-    config = load(recipe, [])
+    config = load(recipe, ["policy.prefix_sharing=never"])
     shape, _ = read_model(config.model.path)
     assert shape is not None
     lengths = lengths_of(config, HARDWARE)
@@ -289,6 +289,9 @@ def test_stated_hardware_gives_the_rates_that_its_sizes_do(recipe: Path) -> None
     forward = 2 * (shape.parameters - 152064 * 5120) + attends
     # Recomputation makes it four passes, and M2PO looks at the batch before; 16 ranks at 40 %.
     assert rates.train_token_s == pytest.approx(5 * forward / (16 * 1e15 * 0.4), rel=1e-3)
+    shared = rates_of(load(recipe, []), shape, HARDWARE, lengths)
+    less = (200 / config.flow.group_size + lengths.mean) / tokens
+    assert shared.train_token_s == pytest.approx(rates.train_token_s * less, rel=0.01)
     assert rates.publish_s == pytest.approx(nbytes / 8 / 10e9)
     # Two machines at the speed of one stream each; from nine on they share the first one's network.
     assert rates.send_s == pytest.approx(nbytes / 2.5e9, rel=0.05)
