@@ -241,6 +241,9 @@ def row_multiple(fp8: Fp8Config | None, *, sequence: bool) -> int:
 
 LEAST_SHARING = 1 / 16
 """Share of a batch's tokens that shared prefixes must save with `prefix_sharing: auto`."""
+KEYS_PER_TOKEN = 8
+"""Number of keys, copied for responses that continue a shared prefix, that need as much of
+`tokens_per_micro_batch` as one computed token."""
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -315,7 +318,8 @@ class PolicyConfig(Strict):
     the same up to rounding."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Largest number of tokens (prompt, response and padding) of one micro-batch, which the ranks
-    of parallel.context share."""
+    of parallel.context share. Where responses share a prompt, attention has its keys and values
+    once for each response; those of a micro-batch are at most eight times as many."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Number of tokens whose vocabulary logits are in memory at a time."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_async_rl.config.policy import KEYS_PER_TOKEN
 from megatron_async_rl.config.schema import Config
 
 
@@ -33,6 +34,13 @@ class GroupTokens:
         return self.response + self.prompt / (self.responses if self.shared else 1)
 
     @property
+    def budgeted(self) -> float:
+        """Number of tokens of a micro-batch's budget that each response needs: the computed ones,
+        or more where attention copies many keys (policy/packing.py)."""
+        keys = self.prompt + self.response if self.shared else 0.0
+        return max(self.computed, keys / KEYS_PER_TOKEN)
+
+    @property
     def pairs(self) -> float:
         """Number of pairs (query, key) of each response under the causal mask."""
         of_prompt = self.prompt**2 / 2 / (self.responses if self.shared else 1)
@@ -40,9 +48,9 @@ class GroupTokens:
 
     @property
     def repeated_keys(self) -> float:
-        """Number of keys that attention copies for each computed token: each response's own, after
-        those of the prompt."""
-        return (self.prompt + self.response) / self.computed if self.shared else 0.0
+        """Number of keys that attention copies for each token of a micro-batch's budget: each
+        response's own, after those of the prompt."""
+        return (self.prompt + self.response) / self.budgeted if self.shared else 0.0
 
     @property
     def copied_queries(self) -> float:

@@ -233,7 +233,7 @@ def batch_of(
         share = samples / parts / data_parallel
         if config.policy.sequence == "packed":
             # Packed rows hold samples without padding, and a shared prompt once.
-            return parts * math.ceil(share * (group.computed if group.shared else length) / budget)
+            return parts * math.ceil(share * (group.budgeted if group.shared else length) / budget)
         return parts * math.ceil(share / max(1, budget // max(1, length)))
 
     half = response = longest // 2

@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import heapq
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_async_rl.config.policy import KEYS_PER_TOKEN
 from megatron_async_rl.policy.attention import WHOLE, ContextParallelSlice
 from megatron_async_rl.policy.packed_sequences import PackedSequences
 from megatron_async_rl.samples.columns import spans
@@ -89,6 +91,14 @@ class Segments:
     def computed(self) -> int:
         """Number of tokens to compute."""
         return int(self.fed.sum()) - self.repeated
+
+    @property
+    def copied_keys(self) -> int:
+        """Number of keys that attention copies: those of each segment that continues a prefix of
+        several."""
+        _, family, counts = np.unique(self.family, return_inverse=True, return_counts=True)
+        continues = (counts[family] > 1) & (self.shared > 0) & (self.fed > self.shared)
+        return int(self.fed[continues].sum())
 
 
 @dataclass(frozen=True)
@@ -209,8 +219,8 @@ class Packed(SequenceLayout):
     the row up to `multiple` belongs to the last segment.
 
     Segments of a family share their prefix: the row has it once, and the rest of each segment
-    (packed_sequences.py). Families are cut only if one exceeds the budget, and then each part has
-    the prefix.
+    (packed_sequences.py). Families are cut only if one exceeds the budget, in tokens or in copied
+    keys, and then each part has the prefix.
     """
 
     def cut(
@@ -241,7 +251,7 @@ class Packed(SequenceLayout):
     def _units(
         self, ordered: NDArray[np.int64], segments: Segments, room: int
     ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-        """Return samples that stay together, and the tokens of each unit: single samples, and the
+        """Return samples that stay together, and the cost of each unit: single samples, and the
         samples of a group that share tokens, as many as fit."""
         tokens = self._tokens(segments)
         shares = np.maximum.reduceat(segments.shared, segments.first)[ordered] > 0
@@ -252,9 +262,9 @@ class Packed(SequenceLayout):
             for number in np.unique(numbers)
             for part in _parts(sharing[numbers == number], segments, room)
         ]
-        computed = [segments.of(part).computed for part in together]
+        costs = [_cost(segments.of(part)) for part in together]
         return [*alone[:, None], *together], np.concatenate(
-            (tokens[alone], np.array(computed, dtype=np.int64))
+            (tokens[alone], np.array(costs, dtype=np.int64))
         )
 
     def room(self, segments: Segments) -> NDArray[np.int64]:
@@ -355,19 +365,29 @@ class Pieces:
         )
 
 
+def _cost(segments: Segments) -> int:
+    """Return the part of a micro-batch's budget that segments need: the tokens to compute, or more
+    if attention copies many keys. A long prompt of many short responses has few tokens, but its
+    keys and values are stored once for each response, so tokens alone would not bound memory."""
+    return max(segments.computed, -(-segments.copied_keys // KEYS_PER_TOKEN))
+
+
 def _parts(samples: NDArray[np.int64], segments: Segments, room: int) -> list[NDArray[np.int64]]:
     """Divide samples that share prefixes into as few parts as fit, each with its own copy of the
     prefixes."""
     own = segments.of(samples)
-    if own.computed <= room:
+    if _cost(own) <= room:
         return [samples]
     rest = np.add.reduceat(own.fed - own.shared, own.first)
-    prefix = own.computed - int(rest.sum())
-    # A part has at least the prefix; a sample alone always fits.
-    for count in range(2, len(samples)):
+    # Each part has the prefix.
+    left = max(1, room - own.computed + int(rest.sum()))
+    fewest = max(int(rest.sum()) / left, own.copied_keys / (KEYS_PER_TOKEN * room), 2)
+    # A sample alone always fits.
+    for count in range(math.ceil(fewest), len(samples)):
         part = balanced(rest, count)
-        if prefix + np.bincount(part, rest).max() <= room:
-            return [samples[part == number] for number in range(count)]
+        parts = [samples[part == number] for number in range(count)]
+        if all(_cost(segments.of(each)) <= room for each in parts):
+            return parts
     return list(samples[:, None])
 
 

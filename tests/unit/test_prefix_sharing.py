@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.policy import KEYS_PER_TOKEN
 from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.policy import attention
 from megatron_async_rl.policy.attention import CoreAttention, TransformerEngineAttention, window_of
@@ -299,6 +300,23 @@ def test_a_group_larger_than_a_micro_batch_has_its_prompt_in_each():
     assert [len(rows) for rows in plan.ranks[0]] == [1] * 9
     alone = build_micro_batch(view, plan.ranks[0][0], CPU, Packed())
     assert (alone.packing.runs, alone.packing.branches) == (((1, 15),), ())
+
+
+@looped(("prompt_tokens", "members", "per_micro_batch"), [(100, 30, 8), (20, 30, 30), (3, 8, 8)])
+def test_keys_of_a_long_prompt_that_many_short_responses_read_are_limited(
+    prompt_tokens, members, per_micro_batch
+):
+    """Every layer stores them, so a micro-batch of few tokens could need any amount of memory."""
+    budget = 110
+    batch = TrainBatch.of(0, [group([1] * prompt_tokens, *([2 + i, 3] for i in range(members)))])
+    plan, (view,) = planned(batch, budget=budget)
+    micros = [build_micro_batch(view, rows, CPU, Packed()) for rows in plan.ranks[0]]
+    assert max(len(micro.samples) for micro in micros) == per_micro_batch
+    for micro in micros:
+        keys = 0 if micro.packing.keys is None else len(micro.packing.keys)
+        assert keys - micro.packing.runs[0][1] <= KEYS_PER_TOKEN * budget
+    equal = TrainBatch.of(0, [group([1] * prompt_tokens, *[[2, 3]] * members)])
+    assert len(planned(equal, budget=budget)[0].ranks[0]) == 1, "nothing is copied"
 
 
 def test_ranks_get_whole_groups_unless_single_samples_balance_them_better():
