@@ -22,7 +22,13 @@ from megatron_async_rl.policy.checkpoint_folder import steps as checkpoints
 from megatron_async_rl.samples.frames import SegmentBroken
 from megatron_async_rl.samples.recorded import NotRecorded, RecordedBatches
 
-LAYOUT = ("policy.parallel", "policy.device", "policy.tokens_per_micro_batch")
+LAYOUT = (
+    "policy.parallel",
+    "policy.device",
+    "policy.sequence",
+    "policy.prefix_sharing",
+    "policy.tokens_per_micro_batch",
+)
 """Keys that change only the order of additions."""
 NEUTRAL = ("watchdog",)
 """Keys that change no number."""

@@ -126,6 +126,10 @@ def test_another_layout_has_a_tolerance_and_each_step_its_own_settings(resumed: 
     code, shown = repeated(resumed, "policy.tokens_per_micro_batch=64")
     assert code == 0
     assert "identical bits" in shown or "the tolerance is 0.001" in shown
+    packed = ("policy.sequence=packed", "policy.prefix_sharing=always")
+    code, shown = repeated(resumed, *packed, first=6)
+    assert code == 0
+    assert "the tolerance is 0.001" in shown, "no what-if analysis: samples and model are the same"
 
 
 def test_a_replay_that_ends_early_compares_what_it_made_and_fails(
