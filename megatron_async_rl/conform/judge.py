@@ -127,7 +127,8 @@ def _error(expected: Numbers, computed: Numbers) -> Numbers:
     differs from the other."""
     with np.errstate(invalid="ignore"):
         # Compare before subtracting: the difference of equal infinities is nan.
-        difference = np.nan_to_num(np.abs(computed - expected), nan=np.inf)
+        difference = np.abs(computed - expected)
+        difference = np.where(np.isnan(difference), np.inf, difference)
         return np.where(computed == expected, 0.0, difference)
 
 

@@ -46,12 +46,12 @@ class RelaySettings:
     machine's engines."""
 
     log_dir: Path
-    unresponsive_s: float = 60.0
-    send_timeout_s: float = 600.0
-    start_timeout_s: float = 600.0
-    restarts_per_hour: int = 3
-    at_once: float = math.inf
-    with_engines: bool = False
+    unresponsive_s: float
+    send_timeout_s: float
+    start_timeout_s: float
+    restarts_per_hour: int
+    at_once: float
+    with_engines: bool
 
 
 class WeightSource(Protocol):

@@ -441,8 +441,7 @@ class SampleLogWriter(SampleLog):
         if too_large is not None and not self._exceeds:
             self._exceeds = True
             self._note_apart(too_large)
-        old = numbers_in(self._folder)
-        self._highest = max(self._highest, old[-1] if old else -1) + 1
+        self._highest = max([self._highest, *numbers_in(self._folder)]) + 1
         return OpenSegment(self._folder, self._highest, self._schema)
 
     def _failed(self, error: Exception, lost: int) -> None:

@@ -406,7 +406,7 @@ def _watch(
     nodes: Nodes,
     interrupts: Sequence[int],
     *,
-    resumes: bool = True,
+    resumes: bool,
 ) -> tuple[int, stall.Stall | None]:
     """Watch the run. Return the exit code and, if the run stalled, the stall. `earlier`: status
     from before the ranks started; they may have written another one by now. `resumes`: False for a

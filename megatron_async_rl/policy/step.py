@@ -191,7 +191,7 @@ class OptimizerStep:
             "policy/skipped": 1.0,
             "policy/nonfinite": float(self.nonfinite),
         }
-        return skipped | self._update_norm(None)
+        return skipped | self._update_norm(None, 1.0)
 
     def _decide(self, gradients: Gradients, facts: StepFacts, lr: float, usable: bool) -> Decision:
         """Combine the controls' decisions; controls never see an unusable gradient."""
@@ -238,9 +238,7 @@ class OptimizerStep:
     def _view(self) -> AdamView:
         return AdamView(self.optimizer, self.settings, self.updates, self.last)
 
-    def _update_norm(
-        self, gradients: Gradients | None, lengthened: float = 1.0
-    ) -> dict[str, float]:
+    def _update_norm(self, gradients: Gradients | None, lengthened: float) -> dict[str, float]:
         """Return the length of the update just made, `lengthened` times that of Adam's part; 0
         without one. Only measured on request, because it costs a sweep over Adam's state and an
         all-reduce of one scalar."""

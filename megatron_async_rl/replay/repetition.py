@@ -92,9 +92,8 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
     machine = this_machine()
     for stretch, config in zip(plan.stretches, configs, strict=True):
         _require_fitting(config, machine, stretch.start)
-    # Both are compared with the replay's, so damage is found before any step is repeated.
+    # Its lines are compared with the replay's, so damage is found before any step is repeated.
     read_metrics(plan.run_dir)
-    digests_of_steps(plan.run_dir)
     _announce(plan, out, console)
     checkpoint, code, compared = plan.checkpoint, 0, Comparison()
     rows: list[MetricRow] = []

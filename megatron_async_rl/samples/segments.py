@@ -344,9 +344,8 @@ _SampleEnd = tuple[int, Literal["trained", "dropped", "evaluated"], int, str | N
 def resolve(
     outcomes: Sequence[_SampleEnd],
 ) -> tuple[SampleState, tuple[int, ...], str | None]:
-    """Return state, steps and reason of a sample from its own rows of the other table."""
-    if not outcomes:
-        return "waiting", (), None
+    """Return state, steps and reason of a sample from its own rows of the other table, at least
+    one."""
     # By `seq`, the first field of the tuples.
     in_order = sorted(outcomes)
     _, last, step, reason = in_order[-1]

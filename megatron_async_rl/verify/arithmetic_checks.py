@@ -103,7 +103,7 @@ class TokenCounts(RunCheck):
             for name, summed in expected.items():
                 found = self._lines[step].get(name)
                 if found is not None and not _equal(found, summed, exact=name not in MEANS):
-                    wrong.add(f"step {step}: {name} is {found:g}, and the log has {summed:g}")
+                    wrong.add(f"step {step}: {name} is {found:.9g}, and the log has {summed:.9g}")
         if not compared:
             why = "no step has all its samples in the log"
             if not self._records.config.has_engines:
@@ -174,7 +174,7 @@ class LearningRates(RunCheck):
         expected = sum(rates) / each
         self._steps += 1
         if not math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=1e-15):
-            self._wrong.add(f"step {step}: {found:.6g}, and the schedule gives {expected:.6g}")
+            self._wrong.add(f"step {step}: {found:.9g}, and the schedule gives {expected:.9g}")
 
     def result(self) -> Iterable[ScorecardRow]:
         if not self._steps:
@@ -183,7 +183,7 @@ class LearningRates(RunCheck):
                 why = "a resume changed the optimizer steps per batch"
             yield absent(SCHEDULE, why, LR_BOUND, LR_REMEDY)
             return
-        value = f"{self._steps} steps"
+        value = number_of("step", self._steps)
         if self._wrong:
             value = f"{self._wrong.count} of {value} differ"
         yield row(SCHEDULE, value, LR_BOUND, not self._wrong, LR_REMEDY, self._wrong.first)

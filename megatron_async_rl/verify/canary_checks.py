@@ -351,7 +351,7 @@ def tokens_row(versions: Sequence[CanarySamples], ends: Collection[int]) -> Scor
         "the loss contains tokens that the policy did not choose: check stop tokens, the loss mask"
         " of rollout.environment, and the library versions"
     )
-    value = f"{len(details)} faulty samples, {total} tokens"
+    value = f"{number_of('faulty sample', len(details))}, {total} tokens"
     return row("tokens", value, "0 faulty samples", not details, remedy, details)
 
 

@@ -17,7 +17,7 @@ from megatron_async_rl.data.tokenizer import tokenizer_of
 from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer
 from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import SampleBlock
-from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
+from megatron_async_rl.verify.scorecard import ScorecardRow, absent, one_line, row
 
 UNCHANGED, USED = "data unchanged", "rows per epoch"
 UNCHANGED_BOUND = "equal digests at every start, and of the files now"
@@ -58,7 +58,7 @@ class DataUnchanged(RunCheck):
             now = self._now()
         except (DataError, UserError, OSError) as error:
             now = None
-            value += f"; the files cannot be read now ({_line(error)})"
+            value += f"; the files cannot be read now ({one_line(error)})"
         if now is not None and now != _digests(starts[-1].data["training"]):
             wrong.add("the training files differ from those of the last start")
         if wrong:
@@ -99,10 +99,6 @@ def _digests(data: Any) -> Any:
     if isinstance(data, Mapping):
         return {key: _digests(value) for key, value in data.items() if key != "path"}
     return [_digests(one) for one in data] if isinstance(data, list | tuple) else data
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:120]
 
 
 class EpochUse(RunCheck):

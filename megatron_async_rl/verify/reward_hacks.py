@@ -26,8 +26,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatron_async_rl.config.problem import number_of
 from megatron_async_rl.metrics.log import MetricRow, number
-from megatron_async_rl.verify.run_check import RunCheck, RunRecords
+from megatron_async_rl.verify.run_check import RunCheck
 from megatron_async_rl.verify.sample_block import SampleBlock
 from megatron_async_rl.verify.scorecard import MAX_DETAILS, ScorecardRow, absent, row
 
@@ -65,8 +66,7 @@ JUMP_REMEDY = (
 class RewardHacks(RunCheck):
     """Searches rewarded responses, window by window."""
 
-    def __init__(self, records: RunRecords) -> None:
-        self._one_turn = records.config.rollout is not None
+    def __init__(self) -> None:
         self._window: list[tuple[str, float, str, str, str]] = []
         """Id, reward, gold answer, prompt text and response text of each valid sample."""
         self._rewarded = self._literal = self._repeats = self._same = 0
@@ -131,8 +131,8 @@ class RewardHacks(RunCheck):
             f"{part / count:.1%}" for part in (count - self._literal, self._repeats, self._same)
         )
         value = (
-            f"{self._worst:.1%} suspicious in the worst of {self._windows} windows; of"
-            f" {count:,} rewarded, {unstated} never state the gold answer, {repeats} repeat the"
+            f"{self._worst:.1%} suspicious in the worst of {number_of('window', self._windows)};"
+            f" of {count:,} rewarded, {unstated} never state the gold answer, {repeats} repeat the"
             f" prompt, {same} are identical across answers"
         )
         ok = self._worst <= SUSPICIOUS

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,7 @@ class Places:
     def add_all(self, texts: Iterable[str], count: int) -> None:
         """Add `count` places, whose first texts are `texts`."""
         self.count += count
-        for text in texts:
-            if len(self.first) >= MAX_DETAILS:
-                break
-            self.first.append(text)
+        self.first.extend(islice(texts, MAX_DETAILS - len(self.first)))
 
     def __bool__(self) -> bool:
         return self.count > 0

@@ -84,6 +84,8 @@ class SamplingEntropy(RunCheck):
             least += count * small * (1.0 - math.log(small))
         if tokens < MIN_TOKENS or not math.isfinite(difference):
             why = f"{int(tokens)} tokens in steps entirely at lag 0; {MIN_TOKENS} are needed"
+            if tokens >= MIN_TOKENS:
+                why = "a log-prob or an entropy is not finite"
             yield absent(NAME, why, BOUND, REMEDY)
             return
         z = difference / math.sqrt(max(variance, least))

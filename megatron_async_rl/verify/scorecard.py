@@ -72,6 +72,12 @@ def absent(name: str, why: str, bound: str, remedy: str) -> ScorecardRow:
     return ScorecardRow(name=name, value=why, bound=bound, verdict=RowVerdict.ABSENT, remedy=remedy)
 
 
+def one_line(error: Exception) -> str:
+    """Return the beginning of an error in one line, without its fix."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if not line.startswith("fix: "))[:200]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scorecard:
     """Rows of one verification. subject: the run or config that was checked. notes: facts about

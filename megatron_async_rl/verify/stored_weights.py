@@ -67,7 +67,7 @@ class StoredWeights(RunCheck):
             return
         value = number_of("checkpoint", len(kept)) + (", exported model" if export.is_dir() else "")
         if wrong:
-            value = f"{wrong.count} damaged files in {value}"
+            value = f"{number_of('damaged file', wrong.count)} in {value}"
         yield row(DISK, value, DISK_BOUND, not wrong, DISK_REMEDY, wrong.first)
 
 
@@ -116,7 +116,7 @@ class WeightChain(RunCheck):
             )
         )
         if self._wrong:
-            value = f"{self._wrong.count} breaks in {value}"
+            value = f"{number_of('break', self._wrong.count)} in {value}"
         yield row(CHAIN, value, CHAIN_BOUND, not self._wrong, CHAIN_REMEDY, self._wrong.first)
 
     def _check_starts(self) -> int:

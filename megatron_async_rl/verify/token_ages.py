@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from megatron_async_rl.config.problem import number_of
 from megatron_async_rl.flow.staleness import max_lag
 from megatron_async_rl.samples.columns import flat
 from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
@@ -91,5 +92,5 @@ class TokenAges(RunCheck):
             f" {self._oldest}"
         )
         if self._wrong:
-            value = f"{self._wrong.count} violations; {value}"
+            value = f"{number_of('violation', self._wrong.count)}; {value}"
         yield row(NAME, value, bound, not self._wrong, REMEDY, self._wrong.first)

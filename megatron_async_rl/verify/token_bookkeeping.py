@@ -15,11 +15,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from megatron_async_rl.config.problem import DataError, UserError
+from megatron_async_rl.config.problem import DataError, UserError, number_of
 from megatron_async_rl.data.tokenizer import Tokenizer, tokenizer_of
 from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import SampleBlock
-from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
+from megatron_async_rl.verify.scorecard import ScorecardRow, absent, one_line, row
 
 MAX_LOGPROB = 1e-3
 MAX_OTHER_TEXT = 0.2
@@ -47,7 +47,7 @@ def _tokenizer(records: RunRecords) -> tuple[Tokenizer | None, str]:
     try:
         return tokenizer_of(records.config.model.path, records.config.data), ""
     except (DataError, UserError, OSError) as error:
-        return None, f"the tokenizer of {records.config.model.path} cannot be read ({error})"
+        return None, f"the tokenizer cannot be read ({one_line(error)})"
 
 
 class TokenBookkeeping(RunCheck):
@@ -101,7 +101,7 @@ class TokenBookkeeping(RunCheck):
             wrong = self._wrong[name]
             value = f"{wrong.count:,} of {self._trained:,} trained tokens"
             if name == SAMPLED:
-                value = f"{wrong.count:,} untrained tokens"
+                value = number_of("untrained token", wrong.count)
             yield row(name, value, bound, not wrong, REMEDIES[name], wrong.first)
 
     def _absence(self, name: str) -> str:

@@ -98,7 +98,7 @@ def checks_of(records: RunRecords) -> list[RunCheck]:
         TokenBookkeeping(records),
         Reencoding(records),
         TokenAges(records),
-        RewardHacks(records),
+        RewardHacks(),
         RewardJumps(),
         GroupSizes(records),
         DroppedGroups(records),

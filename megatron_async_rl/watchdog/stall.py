@@ -200,13 +200,10 @@ def _lines(process: ProcessSnapshot) -> list[str]:
         f"{process.title}: {process.condition or 'dead'},"
         f" last heartbeat {process.silent_s:.1f} s ago"
     ]
-    lines += [
-        f"    {_activity(one, process.silent_s)}"
-        for kind in ("wait", "work", "phase")
-        for one in state.of_kind(kind)[:4]
-    ]
-    if len(state.activities) > 8:
-        lines.append(f"    ({len(state.activities)} waits and works in all)")
+    listed = [one for kind in ("wait", "work", "phase") for one in state.of_kind(kind)[:4]]
+    lines += [f"    {_activity(one, process.silent_s)}" for one in listed]
+    if len(listed) < len(state.activities):
+        lines.append(f"    ({len(state.activities)} waits, works and phases in all)")
     shown = {
         mark: value for mark, value in state.progress.items() if mark not in ("phases", "loop")
     }

@@ -230,8 +230,6 @@ class Receiver:
         # The buckets that the sender assigns to this worker.
         numbers = range(self._worker, len(manifest.buckets), workers)
         slot = 0 if update.kept is None else 1 - self._versions.index(update.kept)
-        # `places` may fail halfway; the slot then holds no version.
-        self._versions[slot] = None
         paths = self._slots[slot].places([manifest.buckets[i].size for i in numbers])
         self._paths[slot] = paths
         self._writer.keep({path for both in self._paths for path in both})

@@ -7,10 +7,12 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 from megatron_async_rl.config.flow import FlowConfig
 from megatron_async_rl.config.rollout import RewardConfig
 from megatron_async_rl.data import PromptSource
+from megatron_async_rl.flow import controller as controller_module
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.controller_spec import ControllerSpec, DataState
 from megatron_async_rl.flow.evaluation import HeldOut
@@ -43,7 +45,9 @@ def source() -> PromptSource:
 
 
 def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    virtual_time.run(asyncio.wait_for(body(), 600))
+    # It would exclude the objects of all tests so far from garbage collection.
+    with mock.patch.object(controller_module, "collect_rarely"):
+        virtual_time.run(asyncio.wait_for(body(), 600))
 
 
 async def until(what: Callable[[], object]) -> None:

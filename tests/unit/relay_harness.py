@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -97,7 +98,9 @@ class RelayHarness:
         self.notes: list[str] = []
         self.lost: list[tuple[str, str, bool]] = []
         self.errors: list[BaseException] = []
-        own = {"unresponsive_s": 600.0, "restarts_per_hour": 3, **settings}
+        limits = dict.fromkeys(("unresponsive_s", "send_timeout_s", "start_timeout_s"), 600.0)
+        usual = {"restarts_per_hour": 3, "at_once": math.inf, "with_engines": False}
+        own = {**limits, **usual, **settings}
         spec = RelaySettings(log_dir=Path("logs"), **own)  # type: ignore[arg-type]
         self.relays = Relays(self.updates, self.server, self.launch, self, spec)
 

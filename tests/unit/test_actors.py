@@ -607,3 +607,29 @@ def test_other_ranks_have_no_batches() -> None:
         with pytest.raises(RuntimeError, match="only rank 0 takes batches"):
             call()
     assert (other.position(), other.record_of(None)) == (None, {})
+
+
+def test_an_agents_calls_run_in_threads_and_return_its_answers() -> None:
+    calls: list[Any] = []
+
+    class Tool:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given: calls.append((name, *given)) or f"{name}ed"
+
+    relay: Any = agents.RelayActor.__new__(agents.RelayActor)
+    relay._agent = Tool()
+    sender: Any = agents.SenderActor.__new__(agents.SenderActor)
+    sender._sender = Tool()
+
+    async def body() -> list[Any]:
+        return [
+            *(await relay.fetch(3, "manifest"), await relay.alive(), await relay.close()),
+            *(await sender.open(2), await sender.send("meeting", 3, "manifest")),
+            *(await sender.alive(), await sender.close("meeting")),
+        ]
+
+    assert asyncio.run(body()) == ["fetched", None, None, "opened", "sended", None, None]
+    assert calls == [
+        *(("fetch", 3, "manifest"), ("close",), ("open", 2), ("send", "meeting", 3, "manifest")),
+        ("close", "meeting"),
+    ]

@@ -176,6 +176,7 @@ def test_before_the_first_step_there_is_neither_momentum_nor_update_even_where_a
         }
     view = AdamView(megatron, SETTINGS, 0, None)
     assert (view.momentum(), view.last_update()) == (None, None)
+    assert (view.beta1, view.last_update_norm) == (0.9, None)
     megatron.optimizer.param_groups.clear()
     later = AdamView(megatron, SETTINGS, 1, TakenStep(0.1, 0.9))
     assert (list(later.momentum()), list(later.last_update())) == ([], [])

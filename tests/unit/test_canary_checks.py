@@ -14,13 +14,20 @@ from megatron_async_rl.verify.canary_checks import (
     FACTOR,
     chi_squared,
     chi_squared_tail,
+    gradients_row,
     initial_row,
+    of_another_distribution,
     probability_score,
+    repeated_responses,
+    sampling_row,
+    seeds_row,
+    tokens_row,
     updated_rows,
     weights_row,
 )
 from megatron_async_rl.verify.canary_samples import CanarySamples, InitialMeasurements
-from megatron_async_rl.verify.scorecard import RowVerdict
+from megatron_async_rl.verify.scorecard import RowVerdict, ScorecardRow
+from tests.stored_pages import require_page
 
 CHANCES = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
 ROUNDING = 1e-6
@@ -126,3 +133,110 @@ def test_every_engine_must_have_loaded_every_version() -> None:
     assert details(load(0), load(1, "d1")) == ("version 0: engine 1 has d1, the trainer d0",)
     nothing = weights_row([], [], "", "shared_memory")
     assert nothing.verdict is RowVerdict.ABSENT
+
+
+def longer(count: int = 16) -> CanarySamples:
+    """Responses of four tokens, without repetitions; those of prompts 1 and 3 are lengthened."""
+    draw = np.random.default_rng(1)
+    tokens = np.stack([draw.permutation(8) for _ in range(count)])[:, :4].astype(np.int32)
+    tokens[:, 0] = np.arange(count)
+    logp = np.full(4 * count, -1.0, dtype=np.float32)
+    ones = np.ones(count, dtype=np.int64)
+    first = canaries().first
+    assert first is not None
+    return canaries(
+        count=count,
+        prompt_length=np.where(np.arange(count) % 2, 140, 5),
+        length=4 * ones,
+        response_ids=tokens.reshape(-1),
+        versions=np.zeros(4 * count, dtype=np.int32),
+        loss_mask=np.ones(4 * count, dtype=np.uint8),
+        engine=logp + np.float32(2e-6),
+        trainer=logp,
+        sum_p_squared=np.full(4 * count, 0.1, dtype=np.float32),
+        rounded=logp + np.float32(1e-6),
+    )
+
+
+def test_every_row_of_canaries_is_the_one_on_its_page() -> None:
+    def load(version: int, engine: int, digest: str = "", tensors: int = 3) -> WeightLoad:
+        given = {"version": version, "engine": engine, "tensors": tensors, "time": 0.0}
+        return WeightLoad(digest=digest or f"d{version}", **given)
+
+    def weights(*loads: WeightLoad, mismatch: str = "") -> ScorecardRow:
+        versions = [canaries(), canaries(version=1, digest="d1")]
+        return weights_row(loads, versions, mismatch, "collective")
+
+    def changed(samples: CanarySamples, name: str, at: int, value: float) -> CanarySamples:
+        values = getattr(samples, name).copy()
+        values[at] = value
+        return replace(samples, **{name: values})
+
+    sound, long = canaries(), longer()
+    assert sound.first is not None
+    untrained = replace(sound, loss_mask=np.zeros(400, dtype=np.uint8))
+    sharper = CHANCES**1.6 / (CHANCES**1.6).sum()
+    twice = replace(long, response_ids=np.tile(long.response_ids[:32], 2))
+    wrong = changed(changed(long, "response_ids", 1, 9), "engine", 7, float("nan"))
+    lacking = replace(sound.first, without_gradient=("a.weight", "b.weight"), trainable=5)
+    rows: dict[str, list[ScorecardRow]] = {
+        "weights": [weights(load(0, 0), load(0, 1), load(1, 0, tensors=4), load(1, 1))],
+        "other weights": [
+            weights(load(0, 0), load(0, 1, "x"), load(1, 0), load(7, 0), mismatch="tensor t")
+        ],
+        "no weights": [weights_row([], [], "", "collective")],
+        "a load that failed": [weights_row([], [], "tensor t differs", "collective")],
+        "log-probs": [initial_row(sound), initial_row(long)],
+        "one log-prob": [initial_row(changed(long, "engine", 21, -1.1))],
+        "an engine's log-probs": [
+            initial_row(replace(long, engine=long.engine + (long.engines[long.rows] > 0)))
+        ],
+        "no token": [initial_row(untrained)],
+        "no engine": [initial_row(replace(sound, known_engines=(0, 1, 2, 5)))],
+        "another distribution": [of_another_distribution("log-probs", ("top_p: 0.5", "top_k: 2"))],
+        "updated": list(updated_rows(sound, longer(), 2, 140)),
+        "updated, and stale in the cache": list(
+            updated_rows(sound, replace(long, engine=long.engine + (long.depth > 138)), 2, 140)
+        ),
+        "updated, and stale": list(
+            updated_rows(sound, replace(long, engine=long.engine + (long.depth < 139)), 2, 140)
+        ),
+        "no long prompt": list(updated_rows(sound, long, 2, 0)),
+        "too small a change": list(
+            updated_rows(
+                replace(sound, first=replace(sound.first, moved=np.full(4, 1.2e-5))), long, 2, 140
+            )
+        ),
+        "large enough a change": list(
+            updated_rows(
+                replace(sound, first=replace(sound.first, moved=np.full(4, 1.3e-5))), long, 2, 140
+            )
+        ),
+        "sampled": [
+            sampling_row(one, (), repeated_responses(long)) for one in (sound, canaries(count=2000))
+        ],
+        "sampled from a sharper distribution": [
+            sampling_row(canaries(sharper, count=2000), (), repeated_responses(long))
+        ],
+        "sampled from a flatter distribution": [
+            sampling_row(canaries(np.full(5, 0.2), count=2000), (), repeated_responses(long))
+        ],
+        "sampled with top-p": [sampling_row(sound, ("top_p: 0.5",), repeated_responses(sound))],
+        "sampled with one seed": [sampling_row(sound, (), repeated_responses(twice))],
+        "seeds": [seeds_row(sound, repeated_responses(sound))],
+        "one seed": [seeds_row(twice, repeated_responses(twice))],
+        "tokens": [tokens_row([sound, long], {99})],
+        "wrong tokens": [
+            tokens_row([sound, changed(replace(wrong, version=0), "versions", 13, 4)], {9, 8})
+        ],
+        "gradients": [gradients_row(sound)],
+        "no gradients": [gradients_row(replace(sound, first=lacking))],
+    }
+    text = ""
+    for case, found in rows.items():
+        text += f"$ {case}\n"
+        for row in found:
+            text += f"{row.name}: {row.verdict}; {row.value}; bound: {row.bound}\n"
+            text += "".join(f"  - {one}\n" for one in row.details)
+            text += f"  remedy: {row.remedy}\n" if row.verdict != RowVerdict.PASSED else ""
+    require_page("verify/canaries", text)

@@ -29,7 +29,13 @@ from megatron_async_rl.weights.collective import (
     Receiver,
     Sender,
 )
-from megatron_async_rl.weights.manifest import Manifest, Meeting, StagedCopy, WeightUpdate
+from megatron_async_rl.weights.manifest import (
+    IN_FLIGHT,
+    Manifest,
+    Meeting,
+    StagedCopy,
+    WeightUpdate,
+)
 from megatron_async_rl.weights.shared_memory import BucketFile, BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from megatron_async_rl.weights.transport import whole_bucket
@@ -292,3 +298,99 @@ def test_torch_reads_the_variables_that_nccls_limits_depend_on() -> None:
     with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         for words in (BLOCKING_WAIT, CREATION_LIMIT, "NO watchdog thread is created"):
             assert text.find(words.encode()) >= 0, words
+
+
+class Group:
+    """Group of members that records operations; what is received is all 9."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.places: list[torch.Tensor] = []
+
+    def send(self, tensors: list[torch.Tensor], to: int, number: int) -> Any:
+        (place,) = tensors
+        self.places.append(place)
+        self.calls.append(("send", place.tolist(), to, number))
+        return SimpleNamespace(wait=lambda limit: self.calls.append(("sent", limit)))
+
+    def recv(self, tensors: list[torch.Tensor], source: int, number: int) -> Any:
+        (place,) = tensors
+        self.places.append(place)
+        self.calls.append(("recv", len(place), source, number))
+
+        def wait(limit: str) -> None:
+            place.fill_(9)
+            self.calls.append(("received", limit))
+
+        return SimpleNamespace(wait=wait)
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+
+def communicator(device: str) -> tuple[Any, Group]:
+    one: Any = Communicator.__new__(Communicator)
+    one._limit, one._device, one._group = "limit", SimpleNamespace(type=device), Group()
+    one._lanes, one._lane = [None] * IN_FLIGHT, 0
+    return one, one._group
+
+
+def test_on_a_device_bytes_pass_through_a_buffer_for_each_bucket_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, group = communicator("cuda")
+    empty, made = torch.empty, list[int]()
+
+    def allocated(count: int, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        made.append(count)
+        return empty(count, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", allocated)
+    memory, counts = torch.arange(5, dtype=torch.uint8), (4, 3, 2, 3, 4, 5)
+    waits = [one.send(memory[:count], 2, count) for count in counts]
+    assert made == [4, 3, 5], "only if a buffer is too small"
+    assert group.calls == [("send", list(range(count)), 2, count) for count in counts]
+    places = [place.data_ptr() for place in group.places]
+    assert places[0] == places[2] == places[4] != places[1] == places[3]
+    assert memory.data_ptr() not in places
+    group.calls.clear()
+    waits[0]()
+    into = torch.zeros(3, dtype=torch.uint8)
+    wait = one.receive(into, 7)
+    assert into.tolist() == [0, 0, 0]
+    wait()
+    assert into.tolist() == [9, 9, 9]
+    assert group.calls == [("sent", "limit"), ("recv", 3, 0, 7), ("received", "limit")]
+    one.close()
+    one.close()
+    assert group.calls[3:] == ["abort"]
+
+
+def test_on_a_host_bytes_are_sent_from_their_memory() -> None:
+    one, group = communicator("cpu")
+    memory = torch.arange(4, dtype=torch.uint8)
+    one.send(memory, 1, 0)()
+    one.receive(memory, 1)()
+    assert all(place is memory for place in group.places)
+    assert memory.tolist() == [9] * 4
+
+
+def test_refusals_name_their_workers_and_a_lost_store_has_none() -> None:
+    keys = [collective._key(3, worker) for worker in range(3)]
+    answers = {keys[0]: b'{"error": "no room"}', keys[2]: b'{"paths": []}'}
+    checked: list[str] = []
+
+    def check(keys: list[str]) -> bool:
+        checked.extend(keys)
+        return keys[0] in answers
+
+    store: Any = SimpleNamespace(check=check, get=answers.get)
+    end: Any = SimpleNamespace(meeting=SimpleNamespace(workers=3), store=store)
+    assert collective._refusals(end, 3) == ["worker 0: no room"]
+    assert checked == keys
+
+    def lost(keys: list[str]) -> bool:
+        raise RuntimeError("connection reset")
+
+    store.check = lost
+    assert collective._refusals(end, 3) == []

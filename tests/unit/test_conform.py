@@ -8,12 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megatron_async_rl.cli import app
-from megatron_async_rl.conform.judge import judge
-from megatron_async_rl.conform.methods import read_cases
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.conform import judge as judging
+from megatron_async_rl.conform.judge import judge, show
+from megatron_async_rl.conform.methods import CaseValues, read_cases
 from tests.cases import looped
+from tests.stored_pages import RecordedConsole, require_page
 
 GOLDEN = sorted((Path(__file__).parents[1] / "data/golden").glob("*.json"))
 CASES = [
@@ -121,39 +125,41 @@ def test_a_case_that_cannot_run_fails_with_its_reason_and_the_next_case_runs(
     assert "1 of 2 cases failed" in output
 
 
-@looped(
-    ("content", "what"),
-    [
-        ("", "is not JSON"),
-        ("{", "is not JSON"),
-        ("{}", "expected a JSON list"),
-        ("[]", "at least one case"),
-        ([3], "entry 0: expected an object"),
-        ([changed("expect", ...)], "case 'one': has no `expect`"),
-        ([changed("case", ...)], "entry 0: has no `case`"),
-        ([changed("params", [])], "`params` is list, expected dict"),
-        ([changed("expect", {})], "`expect` is empty"),
-        ([changed("inputs.logp", [[1.0, 2.0], [3.0]])], "`logp`: its rows differ in length"),
-        ([changed("inputs.logp", [[1.0, 2.0], 3.0])], "`logp`: its rows differ in length"),
-        ([changed("inputs.logp", [[1.0], [2.0]])], "shapes differ"),
-        ([changed("inputs.rewards", [1.0])], "shapes differ"),
-        ([changed("inputs.logp", [["a", 2.0], [3.0, 4.0]])], "`logp`: expected numbers"),
-        ([changed("inputs.logp", [[[1.0], 2.0], [3.0, 4.0]])], "`logp`: expected numbers"),
-        ([changed("inputs.logp", None)], "`logp`: expected numbers"),
-        ([changed("inputs.logp", [[float("nan"), 2.0], [3.0, 4.0]])], "`logp`: expected numbers"),
-        ([changed("inputs.mask", [[0.5, 1.0], [1.0, 0.0]])], "`mask`: expected"),
-        ([changed("inputs.logp", [[10**400, 2.0], [3.0, 4.0]])], "outside the range of float64"),
-        ([SMALL, SMALL], "case 'one': occurs twice"),
-        ([changed("dtype", "half")], "`dtype` is 'half', expected one of float32, float64"),
-        ([changed("dtype", ["float32"])], "`dtype` is ['float32'], expected one of"),
-        ("[" * 100_000, "is not JSON"),
-    ],
+REFUSED = (
+    *("", "{", "{}", "[]", [3], [SMALL, 3], [SMALL, SMALL]),
+    *([changed("expect", ...)], [changed("case", ...)], [changed("params", [])]),
+    *([changed("case", 3)], [changed("inputs", [])], [changed("expect", {})]),
+    [changed("inputs.logp", [[1.0, 2.0], [3.0]])],
+    [changed("inputs.logp", [[1.0, 2.0], 3.0])],
+    [changed("inputs.logp", [[1.0], [2.0]])],
+    [changed("inputs.rewards", [1.0])],
+    [changed("inputs.logp", [["a", 2.0], [3.0, 4.0]])],
+    [changed("inputs.logp", [[[1.0], 2.0], [3.0, 4.0]])],
+    [changed("inputs.logp", None)],
+    [changed("inputs.logp", [[float("nan"), 2.0], [3.0, 4.0]])],
+    [changed("inputs.logp", [[10**400, 2.0], [3.0, 4.0]])],
+    *([changed("inputs.mask", [[0.5, 1.0], [1.0, 0.0]])], [changed("inputs.mask", 1.0)]),
+    *([changed("dtype", "half")], [changed("dtype", ["float32"])]),
 )
-def test_an_invalid_file_of_cases_is_refused_with_its_name_and_the_problem(tmp_path, content, what):
-    code, output = conform(tmp_path, content)
-    assert code == 2
-    assert what in output
-    assert "cases.json" in output
+
+
+def test_every_refusal_is_the_one_on_its_page(tmp_path):
+    text = ""
+    for content in REFUSED:
+        file = tmp_path / "cases.json"
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        with pytest.raises(UserError) as caught:
+            read_cases(file)
+        text += f"{caught.value}\n"
+    require_page("conform/refusals", text.replace(str(tmp_path), "DIR"))
+
+
+def test_a_file_that_is_refused_ends_the_command(tmp_path):
+    for content, what in (("{}", "a JSON list of at least one case"), ("[" * 10**5, "not JSON")):
+        code, output = conform(tmp_path, content)
+        assert code == 2
+        assert "cases.json" in output
+        assert what in output
 
 
 def test_an_unreadable_file_is_refused_before_any_case_runs(tmp_path):
@@ -240,3 +246,73 @@ def test_a_reference_ratio_that_needs_a_run_is_refused(tmp_path):
     code, output = conform(tmp_path, [case])
     assert code == 1
     assert "auto needs a run; set a number" in output
+
+
+ADVANTAGE = {
+    "case": "returns",
+    "dtype": "float64",
+    "kind": "advantage",
+    "name": "grpo",
+    "params": {},
+    "inputs": {
+        "mask": [[1.0, 1.0], [1.0, 0.0]],
+        "rewards": [3.0, 1.0],
+        "group": [0.0, 0.0],
+    },
+    "expect": {"advantages": [[1.0, 1.0], [-1.0, 0.0]]},
+}
+JUDGED = (
+    {**changed("expect.loss", float(SMALL["expect"]["loss"]) + 2e-7), "case": "close"},
+    {**changed("expect.loss", 0.5), "case": "far"},
+    {**changed("expect.grad_logp", [[-0.3, 0.2], [2 / 3 + 2e-7, 0.0]]), "case": "two of four"},
+    {**changed("expect.loss", 1e400), "case": "infinite"},
+    {**changed("expect", {"loss": 0.1, "keep": [[0, 1], [1, 0]]}), "case": "first key"},
+    {**changed("params.aggregation", "seq-mean"), "case": "of a sequence"},
+    {**changed("name", "gspo"), "params": {"aggregation": "token-mean"}, "case": "of tokens"},
+    {**changed("name", "gspo"), "params": {"clip_low": -1}, "case": "bad setting"},
+    {**changed("name", "gspu"), "case": "unknown loss"},
+    {**changed("kind", "policy"), "case": "unknown kind"},
+    {**changed("inputs.mask", ...), "case": "no mask"},
+    {**changed("inputs.logq", [[0.0, 0.0], [0.0, 0.0]]), "case": "unknown column"},
+    {**changed("inputs.rewards", [[0.0, 0.0], [0.0, 0.0]]), "case": "wrong column"},
+    {**changed("expect.entropy", 1.0), "case": "unknown number"},
+    {**changed("expect.loss", [1.0, 2.0]), "case": "wrong shape"},
+    {**ADVANTAGE, "params": {"normalize_std": False}},
+    {**ADVANTAGE, "expect": {"advantages": [[2.0, 1.0], [-1.0, 0.0]]}, "case": "one of four"},
+    {**ADVANTAGE, "expect": {"returns": [[1.0, 1.0], [1.0, 0.0]]}, "case": "no returns"},
+)
+
+
+def test_whole_results_are_those_on_the_page(tmp_path):
+    console = RecordedConsole()
+    files = {}
+    for number, entries in enumerate((JUDGED, JUDGED[:1])):
+        file = tmp_path / f"{number}.json"
+        file.write_text(json.dumps(entries))
+        files[file] = read_cases(file)
+    codes = [show(files, console), show({file: files[file]}, console)]
+    text = "\n".join(line.rstrip() for line in console.text.splitlines())
+    require_page("conform/results", f"{text}\nexit codes: {codes}\n".replace(str(tmp_path), "DIR"))
+
+
+def test_of_two_runs_of_a_float32_case_the_nearer_counts_if_it_passes(monkeypatch):
+    computed = {torch.float64: 1.0, torch.float32: 1.5}
+    monkeypatch.setattr(
+        judging,
+        "run_case",
+        lambda case, dtype: CaseValues({"loss": np.array(computed[dtype])}),
+    )
+    single = {**changed("dtype", "float32"), "expect": {"loss": 1.0}}
+    for expected, error, reason in (
+        (1.0, 0.0, ""),
+        (1.5, 0.0, ""),
+        (1.2, 0.3, "loss is 1.5, expected 1.2"),
+        (1.3, 0.3, "loss is 1, expected 1.3"),
+    ):
+        single["expect"]["loss"] = expected
+        outcome = judge_one(single)
+        assert outcome.error == pytest.approx(error)
+        assert outcome.reason == reason
+        # A float64 reference is compared with the float64 run alone.
+        double = judge_one({**single, "dtype": "float64"})
+        assert double.passed == (expected == 1.0)

@@ -9,11 +9,13 @@ import pytest
 from megatron_async_rl.rollout.continuation import (
     joined,
     recorded_from,
+    require_room,
     sample_seed,
     stopped_length,
     truncated,
 )
-from megatron_async_rl.samples.types import PartialResponse
+from megatron_async_rl.samples import Prompt
+from megatron_async_rl.samples.types import PartialResponse, Request
 
 STOP = ("the end", "\n\n")
 
@@ -97,3 +99,13 @@ def test_sampled_tokens_follow_the_prefix() -> None:
     assert joined(None, only) is only
     assert joined(only, None) is only
     assert joined(None, None) is None
+
+
+def test_a_prefix_leaves_a_token_to_sample() -> None:
+    prompt = Prompt(id="p", text="", token_ids=(1,))
+    for prefix in (None, tokens(1), tokens(1, 2)):
+        require_room(Request(group=4, k=1, prompt=prompt, prefix=prefix), 3)
+    with pytest.raises(
+        ValueError, match="request 4-1 has a prefix of 3 tokens; it must have fewer"
+    ):
+        require_room(Request(group=4, k=1, prompt=prompt, prefix=tokens(1, 2, 3)), 3)

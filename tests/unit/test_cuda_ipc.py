@@ -8,7 +8,10 @@ import ctypes
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from megatron_async_rl.watchdog.run_folder import WEIGHTS_PREFIX
 from megatron_async_rl.weights import cuda_ipc
 from megatron_async_rl.weights.cuda_ipc import CudaIpc, DeviceReader, IpcBuckets
 from megatron_async_rl.weights.digest import tensor_digest
-from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest
+from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest, TensorEntry
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import NotStaged
 from megatron_async_rl.weights.transport import ShardSlice
@@ -265,3 +268,123 @@ def test_a_worker_maps_each_place_once_and_lets_go_of_all_with_the_last_bucket(
     assert log == ["map 00", "map 11"]
     reader.keep(())
     assert sorted(log[2:]) == ["unmap 00", "unmap 11"]
+
+
+class MemoryDriver:
+    """CUDA driver that records its calls, and torch's calls before them. `handle`: result of
+    cuIpcGetMemHandle."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, handle: int = 0) -> None:
+        self.calls: list[Any] = []
+        self._handle = handle
+        monkeypatch.setattr(cuda_ipc, "_driver", lambda: self)
+        monkeypatch.setattr(torch.cuda, "device", self.device)
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: self.calls.append(name))
+        monkeypatch.setattr(torch, "as_tensor", self.as_tensor)
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.calls.append(str(device))
+        yield
+        self.calls.append("leave")
+
+    def as_tensor(self, exposed: Any, device: torch.device) -> torch.Tensor:
+        self.calls.append((exposed.__cuda_array_interface__, str(device)))
+        return torch.arange(exposed.__cuda_array_interface__["shape"][0], dtype=torch.uint8)
+
+    def cuMemAlloc_v2(self, pointer: Any, size: Any) -> int:
+        pointer._obj.value = 4096
+        self.calls.append(("alloc", size.value))
+        return 0
+
+    def cuIpcGetMemHandle(self, handle: Any, pointer: Any) -> int:
+        handle._obj.content[:] = range(64)
+        self.calls.append(("handle", pointer.value))
+        return self._handle
+
+    def cuMemFree_v2(self, pointer: Any) -> int:
+        self.calls.append(("free", pointer.value))
+        return 0
+
+    def cuIpcOpenMemHandle_v2(self, pointer: Any, handle: Any, flags: Any) -> int:
+        pointer._obj.value = 8192
+        self.calls.append(("open", bytes(handle).hex(), flags.value))
+        return 0
+
+    def cuIpcCloseMemHandle(self, pointer: Any) -> int:
+        self.calls.append(("close", pointer.value))
+        return 0
+
+    def cuGetErrorName(self, code: int, name: Any) -> int:
+        return 1
+
+
+def exposed(pointer: int, size: int) -> dict[str, Any]:
+    """Return version 2 of the CUDA array interface of writable bytes."""
+    return {"data": (pointer, False), "shape": (size,), "typestr": "|u1", "version": 2}
+
+
+HANDLE = bytes(range(64)).hex()
+
+
+def test_memory_of_a_device_is_allocated_shared_mapped_and_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = MemoryDriver(monkeypatch)
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda one: SimpleNamespace(uuid=f"u{one.index}")
+    )
+    carrier = CudaIpc(device)
+    assert carrier.device == "GPU-u1"
+    assert CudaIpc.on(device)._device == device
+    place, writer = carrier.place(128), carrier.writer()
+    assert driver.calls == [
+        *("empty_cache", "cuda:1", "synchronize", ("alloc", 128), ("handle", 4096), "leave"),
+        (exposed(4096, 128), "cuda:1"),
+    ]
+    assert (place.path, place.size) == (HANDLE, 128)
+    entry = TensorEntry(name="w", dtype="uint8", shape=(2, 3), offset=64, nbytes=6)
+    ref = BucketRef(path=HANDLE, size=128, nbytes=6, entries=(entry,))
+    assert writer.reaches(HANDLE)
+    assert not writer.reaches("")
+    assert writer.view(ref, entry).tolist() == [[64, 65, 66], [67, 68, 69]]
+    writer.keep([HANDLE])
+    assert writer.reaches(HANDLE)
+    writer.keep(())
+    assert not writer.reaches(HANDLE)
+
+    driver.calls.clear()
+    reader = carrier.reader()
+    assert not reader.lasting
+    there = replace(ref, path=json.dumps({"GPU-u1": HANDLE}))
+    assert {name: tensor.tolist() for name, tensor in reader.read(there)} == {
+        "w": [[64, 65, 66], [67, 68, 69]]
+    }
+    reader.keep([there.path])
+    assert driver.calls == [
+        *("cuda:1", "synchronize", ("open", HANDLE, 1), "leave"),
+        (exposed(8192, 128), "cuda:1"),
+    ]
+    driver.calls.clear()
+    reader.keep(())
+    place.close()
+    assert driver.calls == [
+        *("cuda:1", "synchronize", ("close", 8192), "leave"),
+        *("cuda:1", "synchronize", ("free", 4096), "leave"),
+    ]
+    assert IpcBuckets.on_demand
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert CudaIpc(torch.device("cuda"))._device == torch.device("cuda", 3)
+
+
+def test_memory_that_cannot_be_shared_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = MemoryDriver(monkeypatch, handle=201)
+    with pytest.raises(RuntimeError, match="cuIpcGetMemHandle failed: error 201"):
+        CudaIpc(torch.device("cuda", 0)).place(64)
+    assert driver.calls[3:] == [
+        *(("alloc", 64), ("handle", 4096)),
+        *("cuda:0", "synchronize", ("free", 4096), "leave"),
+    ]

@@ -24,6 +24,7 @@ from megatron_async_rl.rollout.environments import (
     load_factory,
     tool_parsers,
 )
+from megatron_async_rl.rollout.environments.completions import identity
 from megatron_async_rl.rollout.environments.endpoint import Agents
 from megatron_async_rl.rollout.environments.pool import AGENT_GRACE_S, Environments
 from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
@@ -105,6 +106,31 @@ def played(model: Path) -> Iterator[Played]:
         played = Played(runner, model)
         yield played
         runner.run(played.close())
+
+
+def test_a_call_is_the_same_however_its_arguments_are_written() -> None:
+    def called(arguments: str, **message: Any) -> Any:
+        call = {"id": arguments, "function": {"name": "f", "arguments": arguments}}
+        return identity({"role": "assistant", "tool_calls": [call], **message})
+
+    assert called('{"a": 1}') == called('{ "a":1 }', content=None) == called('{"a":1}', content="")
+    assert called('{"a": 1}') != called('{"a": 2}')
+    assert called("no JSON") != called("no JSON ")
+    assert called("no JSON") != called("no JSON", content="text")
+
+
+def test_a_closed_endpoint_refuses_connections(model: Path) -> None:
+    async def run() -> None:
+        agents = Agents(MagicMock(), characters(model), MagicMock())
+        await agents.start()
+        port = int(agents._url.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.close()
+        await agents.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+
+    asyncio.run(run())
 
 
 def test_an_abandoned_call_enters_no_sample_and_delays_no_end(model: Path) -> None:

@@ -8,16 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_async_rl.flow import summary
 from megatron_async_rl.flow.summary import (
     EngineCounts,
     FlowCounts,
     counted,
+    describe_flow,
     engine_metrics,
     flow_metrics,
     length_histogram,
     summarise,
     summarise_dropped,
 )
+from megatron_async_rl.flow.updates import Relayed, Transfer
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Request
@@ -226,3 +229,48 @@ def test_tokens_generated_are_those_that_engines_sampled_for_training() -> None:
     assert [line["tokens/generated"] for line in lines] == [8, 0, 3, 2]
     assert counts.responses["samples"] == 4
     assert {line["flow/waiting"] for line in lines} == {3}
+
+
+def test_a_line_has_the_counts_and_transfers_since_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(summary.time, "monotonic", lambda: now)
+    counts = FlowCounts()
+    slots = [SimpleNamespace(evaluates=False), SimpleNamespace(evaluates=True)]
+    transfer = Transfer(version=3, nbytes=7, seconds=1.5, paused_s=0.5)
+    lines = []
+    for seconds, busy_s in ((10.0, 4.0), (5.0, 9.0), (4.0, 9.0)):
+        now += seconds
+        engines = [replace(FRESH, busy_s=busy_s), replace(FRESH, busy_s=99.0)]
+        given = {"engines": engines, "waiting": 3}
+        relayed = Relayed(version=3, seconds=2.5, nbytes=9) if busy_s == 4.0 else None
+        lines.append(counts.since_last(given, slots, transfer, relayed))  # type: ignore[arg-type]
+    engine = {
+        "flow/waiting": 3,
+        "tokens/generated": 0,
+        "engine/in_flight": [5],
+        "engine/versions": [3],
+        "engine/alive": 1,
+        "engine/restarts": 0,
+        "weights/publish_s": 1.5,
+        "weights/publish_bytes": 7,
+        "weights/pause_s": 0.5,
+    }
+    relay = {"weights/relay_s": 2.5, "weights/relay_bytes": 9}
+    for line, share, tokens in zip(lines, (0.4, 1.0, 0.0), (1000, 0, 0), strict=True):
+        assert line == {
+            **engine,
+            "engine/busy_share": share,
+            "engine/busy_shares": [share],
+            "engine/tokens": [tokens],
+            **(relay if line is lines[0] else {}),
+        }
+
+
+def test_a_stall_report_describes_the_flow_in_one_line() -> None:
+    engines = [FRESH, replace(FRESH, alive=False, in_flight=0)]
+    stats = {"version": 4, "waiting": 3, "buffer": 2, "oldest_in_flight_s": 7.6, "engines": engines}
+    text = "version 4, 3 waiting, 2 ready,{} the oldest for 8 s; engine 0: version 3, 5 in flight;"
+    for scoring, more in ((0, ""), (2, " 2 groups wait for their reward,")):
+        assert describe_flow(stats, scoring) == f"{text} engine 1: lost, 0 in flight".format(more)

@@ -73,6 +73,7 @@ def test_a_file_without_rows_is_removed(tmp_path: Path) -> None:
     writer = written(tmp_path / "a.open", 0)
     writer.remove()
     assert [*tmp_path.iterdir()] == []
+    assert writer._file.closed
     written(tmp_path / "b.open", 0).close(tmp_path / "c")
     assert [one.name for one in tmp_path.iterdir()] == ["c"]
 

@@ -1,13 +1,20 @@
 """How the previous gradient is kept: in which numbers, with which error, and in whose memory."""
 
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from megatron_async_rl import gradients
+from megatron_async_rl import controls, gradients
 from megatron_async_rl.config.controls import GacControl
-from megatron_async_rl.controls import alignment
+from megatron_async_rl.controls import alignment, reference
+from megatron_async_rl.controls.decision import Decision, combined
 from megatron_async_rl.controls.gac import Gac
 from megatron_async_rl.controls.quantize import BLOCK, dequantize, quantize, room_for
+from megatron_async_rl.controls.reference import GradientReference, copies_for, kernels_for
 from tests.cases import looped
 from tests.gradients import OneRank, Shard, aligned, flat, step
 
@@ -188,3 +195,128 @@ def test_a_gradient_in_bfloat16_is_projected_like_one_in_float32():
     assert float(
         flat(halved) @ flat(first) / (flat(halved).norm() * flat(first).norm())
     ) == pytest.approx(0.15, abs=1e-2)
+
+
+def test_copies_to_host_memory_are_ordered_on_a_stream_of_their_own(monkeypatch):
+    log = []
+
+    def noted(name):
+        return lambda *given, **named: log.append((name, *given, *named.items()))
+
+    stream = SimpleNamespace(
+        wait_stream=noted("wait_stream"), synchronize=lambda: log.append("synchronize")
+    )
+    current = SimpleNamespace(wait_event=noted("wait_event"))
+    event = SimpleNamespace(record=noted("record"))
+
+    @contextmanager
+    def entered(one):
+        assert one is stream
+        log.append("enter")
+        yield
+        log.append("leave")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: log.append(str(device)) or stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: log.append("pin") or self)
+    source = SimpleNamespace(is_cuda=True, record_stream=noted("source"))
+    target = SimpleNamespace(is_cuda=False, copy_=noted("copy"), record_stream=noted("target"))
+    copies = copies_for(torch.device("cuda", 1))
+    wait = copies.start(source, target)
+    begun = [("wait_stream", current), "enter", ("copy", source, ("non_blocking", True))]
+    begun += [("record", stream), "leave", ("source", stream)]
+    assert log == ["cuda:1", *begun]
+    log.clear()
+    wait()
+    copies.finish()
+    assert log == [("wait_event", event), "synchronize"]
+    log.clear()
+    parts = copies.host_room(300, "fp8")
+    assert [part.shape for part in parts] == [
+        part.shape for part in room_for(300, "fp8", torch.device("cpu"))
+    ]
+    assert log == ["pin", "pin"]
+    assert copies_for(torch.device("cpu")) is None
+
+
+def test_kernels_need_cuda_triton_and_for_fp8_a_new_device(monkeypatch):
+    module = SimpleNamespace()
+    monkeypatch.setattr(controls, "gac_kernels", module, raising=False)
+    monkeypatch.setitem(sys.modules, "megatron_async_rl.controls.gac_kernels", module)
+    capability, triton = (8, 9), object()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(reference, "find_spec", lambda name: triton)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    device = torch.device("cuda", 0)
+    for number_format in ("fp32", "bf16", "fp8"):
+        assert kernels_for(device, number_format) is module
+    assert kernels_for(torch.device("cpu"), "fp32") is None
+    capability = (8, 8)
+    assert kernels_for(device, "fp8") is None
+    assert kernels_for(device, "bf16") is module
+    triton = None
+    assert kernels_for(device, "bf16") is None
+    triton = object()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert kernels_for(device, "bf16") is None
+
+
+def test_kernels_add_up_the_products_of_all_shards(monkeypatch):
+    calls = []
+
+    def three_products(gradient, written, known):
+        calls.append((gradient, written, known))
+        return torch.tensor([gradient, 2.0, 3.0], dtype=torch.float64)
+
+    kernels = SimpleNamespace(three_products=three_products)
+    monkeypatch.setattr(reference, "kernels_for", lambda *_: kernels)
+    one = GradientReference("fp32", torch.device("cpu"), None, [torch.Size([4])])
+    pairs = [(1.0, ("a",)), (5.0, ("b",))]
+    found = one.products(pairs, True, torch.device("cpu"))
+    assert found.tolist() == [6.0, 4.0, 6.0]
+    assert found.dtype == torch.float64
+    assert calls == [(1.0, ("a",), True), (5.0, ("b",), True)]
+
+
+def test_decisions_multiply_and_the_last_of_a_kind_applies():
+    decisions = [
+        Decision(lr_scale=0.5, gradient_scale=4.0, beta1=0.9, norm_before=3.0, metrics={"a": 1.0}),
+        Decision(lr_scale=3.0, gradient_scale=0.5, norm_before=5.0, norm_after=2.0),
+        Decision(beta1=0.8, norm_after=1.0, metrics={"a": 2.0, "b": 3.0}),
+    ]
+    whole = Decision(
+        lr_scale=1.5,
+        gradient_scale=2.0,
+        beta1=0.8,
+        norm_before=3.0,
+        norm_after=1.0,
+        metrics={"a": 2.0, "b": 3.0},
+    )
+    assert combined(decisions) == whole
+    assert combined([]) == Decision()
+    for place in range(3):
+        skipping = [replace(one, skip=at == place) for at, one in enumerate(decisions)]
+        assert combined(skipping) == replace(whole, skip=True)
+
+
+def test_the_state_of_gradient_alignment_is_restored_whole():
+    control = GacControl(calibrate={"steps": 4})
+    one, other = Gac(control), Gac(control)
+    one.counts, one.cosines = [3, 2, 1], [4, 5, 6]
+    one.cosine_sums, one.consecutive_skips = [0.5, -0.25, 0.125], 7
+    one.reference_fresh, one.reference_square = True, 2.5
+    state = one.state_dict()
+    assert set(state) == {
+        *("counts", "cosines", "cosine_sums", "consecutive_skips", "reference_fresh"),
+        *("reference_square", "calibration"),
+    }
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    one.counts[0] = 9
+    assert other.counts == [3, 2, 1], "a copy"
+    del state["reference_square"]
+    other.load_state_dict({**state, "calibration": None})
+    assert other.reference_square is None
+    assert one.device_state() == []

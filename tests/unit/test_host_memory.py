@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray.exceptions
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
@@ -29,6 +30,7 @@ from megatron_async_rl.watchdog import host_memory
 from megatron_async_rl.watchdog.events import failure_of, out_of_memory
 from megatron_async_rl.watchdog.host_memory import KillCount, LoggedKill, kills_in
 from megatron_async_rl.watchdog.logs import PRIMARY, SECONDARY
+from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 from megatron_async_rl.watchdog.watch import KilledForMemory, ProcessDied, answer_of, ray_get
 from tests.cases import looped
 from tests.written_run import write_run
@@ -377,3 +379,86 @@ def test_the_largest_processes_are_listed_with_their_memory() -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert any(line.startswith(f"pid {os.getpid()} ") for line in lines)
     assert len(host_memory.largest_processes()) <= host_memory.SHOWN
+
+
+def test_without_a_container_the_count_is_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: dict[str, dict[str, int]] = {"/proc/vmstat": {"oom_kill": 7}}
+    folders = [Path("/inner"), Path("/outer")]
+    monkeypatch.setattr(host_memory, "_folders", lambda: iter(folders))
+    monkeypatch.setattr(host_memory, "_parse", lambda file: counts.get(str(file), {}))
+    assert host_memory.kernel_kills() == KillCount(7, own=False)
+    counts["/outer/memory.oom_control"] = {"oom_kill": 5}
+    assert host_memory.kernel_kills() == KillCount(5, own=False)
+    counts["/outer/memory.events"] = {"oom_kill": 4}
+    assert host_memory.kernel_kills() == KillCount(4, own=False)
+    counts["/inner/memory.events"] = {"oom_kill": 3}
+    assert host_memory.kernel_kills() == KillCount(3, own=True)
+    assert host_memory.KillCount(0, own=False) == KillCount(0, own=False)
+
+
+def test_the_kernels_log_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = b"6,1,%d,-;Out of memory: Killed process %d (mar) total-vm:1kB\n"
+    reads: list[Any] = [record % (2_500_000, 7), BrokenPipeError(), record % (3_000_000, 8)]
+    closed: list[int] = []
+    number = host_memory._INITIAL_PIDS
+
+    def read(descriptor: int, size: int) -> bytes:
+        assert (descriptor, size) == (99, 8192)
+        if isinstance(found := left.pop(0), Exception):
+            raise found
+        return bytes(found)
+
+    monkeypatch.setattr(
+        host_memory,
+        "os",
+        SimpleNamespace(
+            stat=lambda path: SimpleNamespace(st_ino=number),
+            open=lambda path, flags: 99,
+            O_RDONLY=os.O_RDONLY,
+            O_NONBLOCK=os.O_NONBLOCK,
+            read=read,
+            close=closed.append,
+        ),
+    )
+    left = [*reads, BlockingIOError()]
+    assert host_memory.logged_kills() == [
+        LoggedKill(pid=7, name="mar", at=2.5),
+        LoggedKill(pid=8, name="mar", at=3.0),
+    ]
+    left = [*reads, PermissionError()]
+    assert host_memory.logged_kills() is None
+    assert closed == [99, 99]
+    number += 1
+    assert host_memory.logged_kills() is None
+
+
+def test_processes_that_end_or_hide_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> Any:
+        raise psutil.NoSuchProcess(1)
+
+    def one(pid: int, gib: float, command: str = "", **changes: Any) -> Any:
+        known = {
+            "memory_info": lambda: SimpleNamespace(rss=int(gib * GIB)),
+            "cmdline": command.split,
+            "name": lambda: f"name-{pid}",
+            "environ": lambda: {RUN_ID_VARIABLE: "id"} if pid == 4 else {},
+        }
+        return SimpleNamespace(pid=pid, **{**known, **changes})
+
+    listed = [
+        *(one(1, 1.0, "a b"), one(2, 9.0, memory_info=gone), one(3, 8.0, cmdline=gone)),
+        *(one(4, 2.0, "c " * 40), one(5, 3.0, environ=gone), one(6, 0.5, "d" * 60)),
+        one(7, 0.25),
+    ]
+    monkeypatch.setattr(psutil, "process_iter", lambda: iter(listed))
+    monkeypatch.setenv(RUN_ID_VARIABLE, "id")
+    long = ("c " * 40)[:57]
+    assert host_memory.largest_processes(5) == [
+        "pid 5 3.0 GiB name-5",
+        f"pid 4 2.0 GiB {long}... (this run)",
+        "pid 1 1.0 GiB a b",
+        f"pid 6 0.5 GiB {'d' * 60}",
+    ]
+    monkeypatch.delenv(RUN_ID_VARIABLE)
+    assert host_memory.largest_processes(3)[1:] == [f"pid 4 2.0 GiB {long}..."]
+    assert len(host_memory.largest_processes()) == 4

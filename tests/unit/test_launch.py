@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from megatron_async_rl.watchdog.events import (
     Failure,
     Status,
     first_failure,
+    note,
     read_status,
     record_failure,
     write_status,
@@ -514,3 +515,150 @@ def test_a_status_that_cannot_be_read_is_an_error_with_its_file(tmp_path: Path) 
     with pytest.raises(UserError, match="is not a run's status"):
         read_status(tmp_path)
     assert dataclasses.asdict(Status(phase="x", step=0, steps=0, time=0.0))["measure"] == "reward"
+
+
+class Launch:
+    """A launch whose ranks only write the status `phase`, at step 3, and end with `code`."""
+
+    def __init__(self, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.config, self.calls = config, list[Any]()
+        self.console = RecordedConsole()
+        monkeypatch.setattr(launcher, "run_folder", lambda: nullcontext("folder"))
+        monkeypatch.setattr(launcher, "remove_stale", lambda path: self.calls.append(path))
+        monkeypatch.setattr(launcher, "print_summary", lambda *_: self.calls.append("summary"))
+        monkeypatch.setattr(launcher, "_report", lambda *_: self.calls.append("report"))
+        monkeypatch.setattr(launcher, "_prepare_directory", lambda _: self.calls.append("prepare"))
+        monkeypatch.setattr(launcher, "_run", self._run)
+
+    def _run(self, ranks: LocalRanks, console: Any, start_s: float) -> int:
+        self.calls.append((ranks.store, ranks.folder, ranks.lock is not None, start_s))
+        if self.phase:
+            status = Status(phase=self.phase, step=3, steps=5, time=0.0)
+            write_status(self.config.run.dir, status)
+        return self.code
+
+    def meet(self, config: Config, start_s: float) -> str:
+        self.calls.append(("meet", start_s))
+        return "store"
+
+    def run(self, code: int, phase: str = "", *, nodes: int = 1, rank: int = 0, **run: Any) -> int:
+        self.code, self.phase = code, phase
+        self.calls.clear()
+        self.console = RecordedConsole()
+        config = self.config.model_copy(update={"run": self.config.run.model_copy(update=run)})
+        (config.run.dir / "status.json").unlink(missing_ok=True)
+        where = Nodes(count=nodes, rank=rank, endpoint=ENDPOINT)
+        return launcher.launch(config, self.console, where, self, {})  # type: ignore[arg-type]
+
+
+def test_the_end_of_a_launch_is_shown(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Launch(config, monkeypatch)
+    run_dir = config.run.dir
+    begun: list[Any] = [launcher.SHARED_MEMORY, "prepare", ("meet", 600.0)]
+    begun.append(("store", "folder", True, 600.0))
+    assert one.run(0, "finished") == 0
+    assert (one.calls, one.console.text) == ([*begun, "report", "summary"], "")
+    assert one.run(1, "failed") == 1
+    assert (one.calls, one.console.text) == (begun, "")
+    numerics: Any = SimpleNamespace()
+    assert one.run(0, "finished", numerics=numerics) == 0
+    assert (one.calls, one.console.text) == (begun, "")
+
+    again = f"; the same command resumes. Run directory: {run_dir}\n"
+    replay: Any = SimpleNamespace(last=7)
+    assert one.run(0, "stopped") == one.run(0) == launcher.INTERRUPTED
+    assert one.console.text == f"Stopped at step 0 of 5{again}"
+    for settings, text in (
+        ({}, f"5{again}"),
+        ({"replay": replay}, "7\n"),
+        ({"numerics": numerics}, "2\n"),
+    ):
+        assert one.run(0, "stopped", **settings) == launcher.INTERRUPTED
+        assert (one.calls, one.console.text) == (begun, f"Stopped at step 3 of {text}")
+
+    assert one.run(0, "finished", nodes=3, rank=1) == 0
+    text = "node 1 of 3: waiting for the other nodes, up to 600 s\n"
+    found = [begun[0], begun[2], ("store", "folder", False, 600.0), "summary"]
+    assert (one.calls, one.console.text) == (found, text)
+
+
+def test_a_finished_run_is_not_started_again(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Launch(config, monkeypatch)
+    run_dir = config.run.dir
+    for step, phase, done in ((5, "finished", True), (4, "finished", False), (5, "stopped", False)):
+        write_status(run_dir, Status(phase=phase, step=step, steps=5, time=0.0))
+        console = RecordedConsole()
+        one.calls.clear()
+        assert launcher.already_finished(config, console) == done
+        assert launcher.finished_before(config, console) == done
+        text = (
+            f"{run_dir} already holds this run, finished at step 5. To continue, raise run.steps;"
+            " to repeat, change run.dir.\n"
+        )
+        assert console.text == text * 2 * done
+        assert one.calls == ["summary"] * 2 * done
+    (run_dir / "status.json").unlink()
+    assert not launcher.already_finished(config, console)
+    assert not launcher.finished_before(config, console)
+    write_status(run_dir, Status(phase="finished", step=5, steps=5, time=0.0))
+    one.calls.clear()
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    assert one.run(0) == 0
+    assert one.calls == ["summary"]
+
+
+def test_a_stall_is_recorded_and_explained(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    console = RecordedConsole()
+    process = SimpleNamespace(pid=7, returncode=None)
+    found = stall.Stall(headline="Nothing moved.", suspects=(), text="")
+    results: list[Any] = [(1, found), (1, None), (0, None), (launcher.INTERRUPTED, None)]
+    monkeypatch.setattr(launcher, "_start_ranks", lambda *_: process)
+    monkeypatch.setattr(launcher, "_kill_leftovers", lambda run_id: calls.append("kill"))
+    monkeypatch.setattr(launcher, "_watch", lambda *_, **how: calls.append(how) or results[0])
+    monkeypatch.setattr(launcher, "record_stall", lambda run_dir, one: calls.append((run_dir, one)))
+    monkeypatch.setattr(launcher, "explain_failure", lambda *_: calls.append("explain"))
+    monkeypatch.setattr(launcher, "record_end", lambda *given: calls.append(given[1:4]))
+    config.run.dir.mkdir()
+    store = RankStore("id", "127.0.0.1", 1234, None)
+    ranks = LocalRanks(config, Nodes(), store, {}, Path("folder"), None)  # type: ignore[arg-type]
+    while results:
+        code, stalled = results[0]
+        calls.clear()
+        assert launcher._run(ranks, console, 9.0) == code
+        assert calls == [
+            {"resumes": True},
+            "kill",
+            *([(config.run.dir, found)] if stalled else []),
+            (5, 0, code),
+            *(["explain"] if code == 1 else []),
+        ]
+        results.pop(0)
+    assert console.text == ""
+
+
+def test_notes_are_shown_while_a_run_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Watched(tmp_path, monkeypatch)
+    note(tmp_path, "of an earlier start")
+    one.changes = [
+        lambda: note(tmp_path, "engine-0 is [lost]"),
+        one.wait,
+        lambda: note(tmp_path, "engine-0 is back"),
+    ]
+    assert one.watch() == (0, None)
+    assert one.console.text == "note: engine-0 is [lost]\nnote: engine-0 is back\n"
+
+
+def test_a_damaged_status_hides_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("{}")
+    console = RecordedConsole()
+    explain_failure(tmp_path, console)
+    text = "The run failed: no process left a message\nLog: RUN/logs\n"
+    assert console.text.replace(str(tmp_path), "RUN").startswith(text)
+    assert "resumes from" not in console.text

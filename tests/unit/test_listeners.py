@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import psutil
@@ -30,6 +31,7 @@ from megatron_async_rl.launch.launcher import environment_of_ranks
 from megatron_async_rl.launch.rendezvous import PeerNodes, RankStore
 from megatron_async_rl.metrics.sinks import Prometheus
 from megatron_async_rl.rollout.cluster import RAY_CLUSTERS, loopback_interface, start_no_monitor
+from megatron_async_rl.watchdog import limited_server
 from megatron_async_rl.watchdog.limited_server import LimitedThreads
 from megatron_async_rl.weights import relay_server
 from megatron_async_rl.weights.bound_store import listen, serve_store
@@ -393,3 +395,36 @@ def test_the_caller_sets_the_timeout_of_a_store() -> None:
     assert store.timeout == timedelta(seconds=7)
     with pytest.raises(OSError, match="ssign requested address"):
         listen("192.0.2.99")
+
+
+class Refused:
+    """The sockets that a server closes without an answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.closed: list[object] = []
+        self.server: Any = Limited.__new__(Limited)
+        self.server._free = threading.Semaphore(free)
+        self.server._unadmitted = {}
+        self.server._lock = threading.Lock()
+        monkeypatch.setattr(limited_server, "CUT_S", 0.01)
+        monkeypatch.setattr(Limited, "shutdown_request", lambda _, one: self.closed.append(one))
+
+
+def test_a_connection_without_a_slot_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Refused(monkeypatch, free=0)
+    one.server.process_request("a connection", "address")
+    assert one.closed == ["a connection"]
+    assert one.server._unadmitted == {}
+
+
+def test_a_connection_without_a_thread_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no thread")
+
+    one = Refused(monkeypatch, free=1)
+    monkeypatch.setattr(socketserver.ThreadingMixIn, "process_request", fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no thread"):
+            one.server.process_request("a connection", "address")
+        assert one.server._unadmitted == {}
+    assert one.closed == []

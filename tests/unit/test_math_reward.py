@@ -15,7 +15,7 @@ from megatron_async_rl.rollout.rewards.formula_equality import combination
 from megatron_async_rl.rollout.rewards.formula_parser import read
 from megatron_async_rl.rollout.rewards.math_answer import read_answer
 from megatron_async_rl.rollout.rewards.mathematics import math
-from megatron_async_rl.rollout.rewards.registry import RewardError, validate_row
+from megatron_async_rl.rollout.rewards.registry import RewardError, excerpt, validate_row
 from megatron_async_rl.samples import Prompt
 from tests.cases import looped
 from tests.unit.math_cases import RIGHT, WRONG
@@ -405,3 +405,12 @@ def test_signs_of_exponents_and_both_ends_of_brackets_are_read() -> None:
         assert found is not None
         assert name in {one.value for one in found.args}
         assert read(f"{opening} x + 1") is None
+
+
+def test_a_value_in_a_message_is_short_and_visible() -> None:
+    assert excerpt("a\u200bb") == repr("a\u200bb")
+    assert excerpt("\u200b") == "'\\u200b'"
+    assert excerpt("x" * 78) == f"'{'x' * 78}'"
+    assert excerpt("x" * 79) == f"'{'x' * 76}..."
+    assert excerpt(10**5000) == "a int that is too large to display"
+    assert excerpt(0.5) == "0.5"

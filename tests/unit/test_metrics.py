@@ -24,6 +24,8 @@ from megatron_async_rl.metrics.log import (
     MetricsReader,
     cut_from,
     cut_unreadable,
+    digests_of_steps,
+    read_evaluations,
     read_metrics,
     read_newest,
 )
@@ -233,6 +235,51 @@ def test_the_error_for_a_damaged_line_names_file_and_line(tmp_path: Path) -> Non
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
         read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("nonsense", "is not an evaluation: Expecting value"),
+        ('{"version": "x"}', "is not an evaluation: version: Input should be a valid integer"),
+        ('{"version": 1, "pass_at": {"x": 1}}', "is not an evaluation: pass_at.x"),
+    ],
+)
+def test_the_error_for_a_damaged_evaluation_names_file_and_line(
+    tmp_path: Path, line: str, why: str
+) -> None:
+    (tmp_path / "eval.jsonl").write_text(f'{{"version": 2}}\n{{"version": 0}}\n{line}\n')
+    with pytest.raises(UserError, match=rf"eval\.jsonl:3\n  {why}"):
+        read_evaluations(tmp_path)
+    (tmp_path / "eval.jsonl").write_text('{"version": 2}\n{"version": 0}\n')
+    assert read_evaluations(tmp_path) == [{"version": 0}, {"version": 2}]
+
+
+def test_a_line_has_the_digest_of_its_weights_which_is_no_metric(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
+    log.log(1, {}, "abc")
+    log.log(2, {})
+    log.close()
+    assert digests_of_steps(tmp_path) == {1: "abc"}
+    assert all("weights" not in row for row in read_metrics(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": "x", "weights": "a"}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:1\n  is not a line of metrics"):
+        digests_of_steps(tmp_path)
+
+
+def test_moved_lines_are_on_disk_before_the_original_is_shortened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cut = tmp_path / "metrics.jsonl", tmp_path / "metrics.cut.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    synced = []
+
+    def sync(descriptor: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{descriptor}").resolve(), path.stat().st_size))
+
+    monkeypatch.setattr(json_lines.os, "fsync", sync)
+    assert cut_from(tmp_path, 2) == 1
+    assert synced == [(cut, 24), (path, 12)]
 
 
 @pytest.mark.parametrize("step", ["2", "1", "2.5"])

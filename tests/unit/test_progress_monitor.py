@@ -191,3 +191,44 @@ def test_a_summary_that_is_not_one_is_passed_over(
         clock.tick()
         node.beat()
         assert node.aggregators == ["rank 0"]
+
+
+def test_a_follower_that_looks_at_all_nodes_reads_one_file_for_each(
+    make_node: Callable[..., Node], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = make_node("h1", "rank 0", "rank 1"), make_node("h2", "rank 2")
+    for _ in range(2):
+        clock.tick()
+        one.beat("rank 0")
+        other.beat()
+    follower = one.monitors["rank 1"]
+    assert one.aggregators == ["rank 0"]
+    assert [state.name for state in follower.states] == ["rank 0", "rank 1"]
+    reads = count_reads(monkeypatch)
+    follower.look_at_all()
+    assert [state.name for state in follower.states] == ["rank 0", "rank 1", "rank 2"]
+    assert sorted(path.name for path in reads) == ["h1.summary", "h2.summary"]
+    clock.tick()
+    other.beat()
+    clock.tick()
+    follower.look_at_all()
+    assert follower.silent_s("rank 2") == 0.0
+    assert follower.silent_s("unknown") == 0.0
+
+
+def test_states_of_other_versions_are_skipped(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    state = {"name": "rank 0", "pid": 1, "host": "h", "time": 2.0}
+    for name, content in (
+        ("a", state | {"more": 1}),
+        ("b", [state]),
+        ("c", {"name": "rank 1"}),
+        ("d", state),
+        ("e", state | {"name": "left out"}),
+    ):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "f.json").write_text("{")
+    assert progress_monitor.read_states(tmp_path, {"e"}) == [
+        progress_monitor.ProcessState(name="rank 0", pid=1, host="h", time=2.0)
+    ]

@@ -15,10 +15,10 @@ import torch
 
 from megatron_async_rl.watchdog.run_folder import WEIGHTS_PREFIX
 from megatron_async_rl.weights import relay, relay_server
-from megatron_async_rl.weights.manifest import Manifest, StagedCopy
+from megatron_async_rl.weights.manifest import BucketRef, Manifest, StagedCopy
 from megatron_async_rl.weights.relay import WeightAgent
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer, requested
-from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
+from megatron_async_rl.weights.shared_memory import BucketFile, BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from tests.staged import stage
 
@@ -384,3 +384,34 @@ def test_closed_agents_leave_no_file(machines: Machines) -> None:
     assert machines.files()
     agent.close()
     assert machines.files() == set()
+
+
+def test_a_bucket_of_another_size_is_refused_on_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bucket"
+    path.write_bytes(bytes(10))
+    server = RelayServer("127.0.0.1")
+    try:
+        ref = BucketRef(path=str(path), size=12, nbytes=12, entries=())
+        server.stage(3, Manifest(buckets=(ref,), digests={}))
+        with pytest.raises(RelayFailed) as raised:
+            requested(server.address, 3, 0, 0, silence_s=PATIENT_S)
+        assert str(raised.value) == (
+            f"the weights' server at {server.address} refused: {path} holds 10 bytes, its manifest"
+            " has 12"
+        )
+    finally:
+        server.close()
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(relay, "requested", lambda *_, silence_s: (ours, 11))
+    agent = WeightAgent(server.address, SharedMemory(tmp_path), silence_s=PATIENT_S)
+    file = BucketFile(tmp_path, 12)
+    with theirs, pytest.raises(RelayFailed) as raised:
+        agent._receive(3, 0, replace(ref, path=file.path))
+    assert str(raised.value) == (
+        f"bucket 0 of version 3 has 12 bytes, and the server at {server.address} has 11 from byte 0"
+        " on"
+    )
+    agent.close()
+    file.close()

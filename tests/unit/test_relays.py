@@ -4,9 +4,11 @@ what a failure costs."""
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from megatron_async_rl.watchdog.watch import ProcessDied
 from megatron_async_rl.weights.collective import Sender
 from megatron_async_rl.weights.manifest import Meeting, WeightUpdate
 from megatron_async_rl.weights.relay_server import RelayFailed
+from tests.cases import looped
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, specs
 from tests.unit.fleet_harness import FleetHarness
 from tests.unit.flow_setup import run, until
@@ -352,10 +355,114 @@ def test_agents_end_with_the_run() -> None:
     async def body() -> None:
         async with relayed(Reader(0, THERE)) as harness:
             await until(lambda: harness.started)
+            tasks = [harness.relays._task, *harness.relays._tasks.values()]
         assert harness.started[0].closed
         assert harness.started[0].killed
+        assert all(task.cancelled() for task in tasks)
+        assert len(tasks) == 2
 
     run(body)
+
+
+def test_an_agent_that_does_not_stop_in_time_is_killed() -> None:
+    async def body() -> None:
+        ended: list[str] = []
+
+        async def close() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("cancelled")
+
+        harness = RelayHarness([Reader(0, THERE)])
+        await until(lambda: harness.started)
+        harness.started[0].close = close  # type: ignore[method-assign]
+        harness.relays._source = source = Source()  # type: ignore[assignment]
+        began = asyncio.get_running_loop().time()
+        await harness.relays.close(4.0)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(4.0)
+        assert ended == ["cancelled"]
+        assert harness.started[0].killed
+        assert source.calls == [("close",)]
+        assert not harness.relays._running
+        harness.server.close()
+
+    run(body)
+
+
+class Source:
+    """Source of versions that records its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *given: self.calls.append((name, *given))
+
+
+def test_versions_are_announced_to_the_source_and_an_internal_error_ends_the_run() -> None:
+    async def body() -> None:
+        harness = RelayHarness([Reader(0, THERE)])
+        harness.relays._source = source = Source()  # type: ignore[assignment]
+
+        async def broken(*_: object) -> None:
+            raise RuntimeError("broken")
+
+        harness.relays._keep = broken  # type: ignore[method-assign]
+        harness.relays.stage(3, manifest(3))
+        harness.relays.release(3)
+        assert source.calls == [("stage", 3, manifest(3)), ("release", 3)]
+        await until(lambda: harness.errors)
+        assert str(harness.errors[0]) == "broken"
+        await harness.relays.close(5.0)
+        harness.server.close()
+
+    run(body)
+
+
+@looped("transport", ["shared_memory", "relay", "collective"])
+def test_a_carrier_to_other_memory_has_agents_with_the_runs_limits(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    server = SimpleNamespace(address="its address")
+    monkeypatch.setattr(
+        distribution, "serve_here", lambda silence_s: made.append(silence_s) or server
+    )
+    monkeypatch.setattr(distribution, "Relays", lambda *given: made.append(given) or "relays")
+    monkeypatch.setattr(distribution, "Communicators", lambda *given: made.append(given) or sets)
+    sets = SimpleNamespace(launch="launch a set")
+    (engine,) = specs(1)
+    fleet: Any = SimpleNamespace(updates="updates", slots=["slot"])
+    spec: Any = SimpleNamespace(
+        engines=[replace(engine, transport=transport)],
+        fleet=FleetSettings(unresponsive_s=5.0, update_timeout_s=6.0, restarts_per_hour=7),
+        start_timeout_s=8.0,
+        sender_gpu="2",
+    )
+    found: Any = distribution.relays_of(spec, fleet, "listener")  # type: ignore[arg-type]
+    if transport == "shared_memory":
+        assert isinstance(found, distribution.NoRelays)
+        assert made == []
+        return
+    assert found == "relays"
+    limits = {"unresponsive_s": 5.0, "send_timeout_s": 6.0, "start_timeout_s": 8.0}
+    settings = distribution.RelaySettings(
+        log_dir=Path("logs"),
+        restarts_per_hour=7,
+        **limits,
+        at_once=1 if transport == "collective" else math.inf,
+        with_engines=transport == "collective",
+    )
+    first, (updates, source, launch, listener, given) = made
+    assert (updates, listener, given) == ("updates", "listener", settings)
+    if transport == "collective":
+        slots, *others = first
+        assert slots() == ["slot"]
+        assert (others, source, launch) == ([Path("logs"), 5.0, "2"], sets, "launch a set")
+    else:
+        assert (first, source) == (5.0, server)
+        assert (launch.func, launch.keywords) == (agents.start_relay, {"address": "its address"})
 
 
 def test_weights_that_are_wrong_are_sent_nowhere() -> None:

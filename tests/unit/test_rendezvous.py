@@ -23,6 +23,7 @@ from megatron_async_rl.launch import rendezvous
 from megatron_async_rl.launch.addresses import Nodes, NodesError
 from megatron_async_rl.launch.rendezvous import PeerNodes, RankStore
 from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.progress_monitor import write_whole
 from tests.ports import free_ports
 
 CONFIG = """
@@ -120,7 +121,8 @@ def until(condition: Callable[[], object]) -> None:
 def write_state(folder: Path, name: str, **facts: object) -> None:
     (folder / "run" / "watch").mkdir(parents=True, exist_ok=True)
     state = {"name": name, "pid": 1, "host": "h", "time": time.time(), "facts": facts}
-    (folder / "run" / "watch" / f"{name}.json").write_text(json.dumps(state))
+    # Whole: the launchers read the file while it is written again.
+    write_whole(folder / "run" / "watch" / f"{name}.json", json.dumps(state))
 
 
 @pytest.mark.parametrize("first", [0, 1])

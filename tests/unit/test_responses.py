@@ -367,6 +367,30 @@ def test_a_turn_of_an_agent_that_has_ended_is_aborted_and_fails_only_its_sample(
     working(tmp_path, work)
 
 
+def test_an_abort_while_an_episode_is_scored_has_no_effect(tmp_path: Path) -> None:
+    class Silent:
+        async def play(self, transcript: Transcript, sample: Any, maximum: int) -> str:
+            return "no turn"
+
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        silent: Any = Silent()
+        responses._conversations = silent
+        responses._tokenizer.eos_ids = (9,)  # type: ignore[misc]
+        finish = responses._finish
+
+        def aborted_before(entry: Any, *arguments: Any, **named: Any) -> None:
+            entry.aborted = True
+            finish(entry, *arguments, **named)
+
+        responses._finish = aborted_before  # type: ignore[method-assign]
+        await responses.submit([request(0)])
+        finished, aborted = await responses.reports.take(60)
+        assert ([one.id for one in samples_of(finished)], aborted) == (["4-0"], ())
+        assert await responses.reports.take(0.01) == (finished.slice(0, 0), ())
+
+    working(tmp_path, work)
+
+
 def test_experts_of_several_turns_and_segments_have_one_row_per_token_that_was_read(
     tmp_path: Path,
 ) -> None:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -278,3 +279,82 @@ def test_openmp_s_file_of_a_dead_process_goes(tmp_path: Path) -> None:
     for file in files.values():
         file.touch()
     assert remove_stale(tmp_path) == [files["dead"]]
+
+
+def test_a_public_folder_can_be_passed_through_and_is_removed_at_the_end(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr(module.atexit, "register", lambda *given: at_exit.append(given))
+    stale = base / "mar-00000000"
+    stale.mkdir()
+    (stale / module.LOCK).touch()
+    module.public_folder.cache_clear()
+    place = module.public_folder(base)
+    assert module.public_folder(base) == place, "one for a process"
+    assert not stale.exists()
+    assert place.parent == base
+    assert module._NAME.fullmatch(place.name)
+    assert place.stat().st_mode & 0o777 == 0o711
+    ((remove, folder, owner),) = at_exit
+    assert (folder.path, folder.place, len(folder.locks)) == (place, place, 1)
+    remove(folder, owner + 1)
+    assert place.exists(), "a fork removes nothing"
+    remove(folder, owner)
+    assert not place.exists()
+    module.public_folder.cache_clear()
+
+
+def test_only_a_link_that_certainly_leads_nowhere_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "target")
+    assert module._leads_nowhere(link)
+    (tmp_path / "target").mkdir()
+    assert not module._leads_nowhere(link)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(module.os, "stat", refuse)
+    assert not module._leads_nowhere(link)
+
+
+def test_a_file_that_is_gone_meanwhile_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, files = os.getuid(), []
+    for pid, owner in ((10, user), (11, user), (12, user + 1), (13, user)):
+        files.append(tmp_path / f"__KMP_REGISTERED_LIB_{pid}_{owner}")
+        files[-1].touch()
+    (tmp_path / "__KMP_REGISTERED_LIB_9_x").touch()
+
+    def condition(pid: int, written: float) -> str | None:
+        if pid == 10:
+            raise PermissionError
+        return "sleeping" if pid == 13 else None
+
+    monkeypatch.setattr(module, "condition", condition)
+    assert remove_stale(tmp_path) == [files[1]]
+    assert [path.exists() for path in files] == [True, False, True, True]
+
+
+def test_what_python_cannot_remove_programs_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[Any] = []
+    monkeypatch.setattr(module.subprocess, "run", lambda given, **_: commands.append(given))
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    module.remove_tree(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    assert commands == []
+    (tmp_path / "c").symlink_to("nowhere")
+
+    def deep(*_: Any, **__: Any) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(module.shutil, "rmtree", deep)
+    module.remove_tree(tmp_path / "c")
+    end = ["--", tmp_path / "c"]
+    assert commands == [["chmod", "-R", "u+rwx", *end], ["rm", "-rf", *end]]

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -886,6 +887,60 @@ def test_the_end_of_a_run_writes_rows_that_would_have_waited_for_the_next_attemp
     log.close()
     assert [entry.group for entry in read_entries(tmp_path)] == [1]
     assert "1 rows of it are missing" in events(tmp_path)[1]
+
+
+def test_rows_lost_between_two_attempts_are_counted(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).touch()
+    log = begun(tmp_path)
+    log.finished(row(sample(0), 0))
+    log.flush()
+    log.finished(row(sample(1), 1))
+    admitted(log, 1, 2)
+    log.flush()
+    log.close()
+    assert events(tmp_path)[-1].endswith("ends without 4 rows")
+
+
+def test_a_mark_that_cannot_be_written_costs_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_log, "RETRY_S", 0.0)
+    write, fails = sample_log.write_file, True
+
+    def write_file(path: Path, content: str) -> None:
+        if fails:
+            raise OSError("no space")
+        write(path, content)
+
+    monkeypatch.setattr(sample_log, "write_file", write_file)
+    log = begun(tmp_path)
+    log.finished(row(sample(0), 0))
+    log.flush()
+    noted = [
+        f"the sample log ({tmp_path / FOLDER}) cannot be written: no space; the run continues"
+        " without it, and tries again every 0 s"
+    ]
+    assert (log.mark, events(tmp_path)) == (None, noted)
+    fails = False
+    log.finished(row(sample(1), 1))
+    log.flush()
+    assert log.mark == LogMark(segment=1, closed=False, samples=1, outcomes=0)
+    fails = True
+    log.close()
+    assert [(entry.segment, entry.group) for entry in read_entries(tmp_path)] == [(1, 1), (0, 0)]
+    assert not list((tmp_path / FOLDER).glob(f"*{OPEN}"))
+    assert events(tmp_path) == noted * 2
+
+
+def test_a_resume_closes_the_files_of_a_killed_run_before_it_writes(tmp_path: Path) -> None:
+    killed = begun(tmp_path / "killed")
+    killed.finished(row(sample(0), 0))
+    killed.flush()
+    shutil.copytree(tmp_path / "killed", tmp_path / "run")
+    killed.close()
+    begun(tmp_path / "run").close()
+    files = sorted(path.name for path in (tmp_path / "run" / FOLDER).iterdir())
+    assert files == ["outcomes-000000.segment", "samples-000000.segment"]
 
 
 def test_a_full_disk_keeps_whole_spans_and_the_process_continues(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from megatron_async_rl.watchdog.events import failure_of
 from megatron_async_rl.watchdog.run_folder import SHARED_MEMORY, WEIGHTS_PREFIX, remove_stale
+from megatron_async_rl.weights import shared_memory
 from megatron_async_rl.weights.manifest import BucketRef
 from megatron_async_rl.weights.shared_memory import (
     BucketFile,
@@ -186,3 +187,37 @@ def test_a_launcher_of_engines_sweeps_by_a_command() -> None:
     module = "megatron_async_rl.watchdog.run_folder"
     subprocess.run([sys.executable, "-m", module], check=True, timeout=600)
     assert not left.exists()
+
+
+def test_an_interrupted_start_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "posix_fallocate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        BucketFile(tmp_path, 64)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_file_that_a_sweeper_removes_before_its_lock_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[int] = []
+    closed: list[int] = []
+    close = os.close
+
+    def sweep_first(descriptor: int, how: int) -> None:
+        locked.append(descriptor)
+        if len(locked) == 1:
+            (path,) = leftovers(tmp_path)
+            path.unlink()
+
+    monkeypatch.setattr(shared_memory.fcntl, "flock", sweep_first)
+    monkeypatch.setattr(shared_memory.os, "close", lambda one: closed.append(one) or close(one))
+    file = BucketFile(tmp_path, 64)
+    assert [str(path) for path in leftovers(tmp_path)] == [file.path]
+    assert len(locked) == 2
+    assert closed == locked[:1]
+    file.close()

@@ -125,6 +125,7 @@ def test_before_the_first_step_one_ctrl_c_ends_the_run_and_after_it_the_run_ends
             Console(quiet=True),
             nodes,
             interrupts,
+            resumes=True,
         )
         assert ended == (code, None)
         assert (tmp_path / watch.STOP).exists() == (code == 0)

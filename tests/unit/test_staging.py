@@ -19,7 +19,13 @@ from megatron_async_rl.watchdog.run_folder import WEIGHTS_PREFIX
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
-from megatron_async_rl.weights.staging import NotStaged, SingleProcess, Staging, staging_of
+from megatron_async_rl.weights.staging import (
+    NotStaged,
+    SingleProcess,
+    Staging,
+    WeightDigests,
+    staging_of,
+)
 from megatron_async_rl.weights.transport import Carrier, ShardSlice, TensorSpec, carrier
 from tests.staged import parts, specs, stage
 from tests.written_run import write_run
@@ -238,3 +244,30 @@ def test_a_staging_of_whole_versions_fills_no_bucket_on_demand(tmp_path: Path) -
     with pytest.raises(TypeError, match="Staging fills no bucket on demand"):
         staging.fill(0, 0, ())
     staging.close()
+
+
+def test_without_engines_a_version_has_the_same_digests_and_no_memory(staging: Staging) -> None:
+    versions = [buckets(2), buckets(2, value=1.0), buckets(3)]
+    alone = WeightDigests()
+    assert alone.reached == [True]
+    of_two = specs(versions[0])
+    for version, given in enumerate(versions):
+        cut = of_two if version < 2 else specs(given)
+        found = alone.digests(version, cut, parts(given))
+        assert found == stage(staging, version, given).digests
+    with pytest.raises(ValueError, match="wrote 0 of the 3 elements of v0 in the update to"):
+        alone.digests(7, of_two, (one for one in parts(versions[0]) if one.name != "v0"))
+    with pytest.raises(ValueError, match="tensor w0 comes twice in one update"):
+        alone.digests(8, specs([versions[0][0]] * 2), parts([]))
+    with pytest.raises(ValueError, match="the update to version 9 has no buckets"):
+        alone.digests(9, [], parts([]))
+    empty = [TensorSpec.of(name, torch.empty(0, 2)) for name in "ab"]
+    with pytest.raises(ValueError, match="a bucket of 2 tensors holds no bytes; there is nothing"):
+        alone.digests(10, [empty], parts([]))
+
+
+def test_a_bucket_has_plain_values_for_a_message_queue(staging: Staging) -> None:
+    manifest = stage(staging, 1, [{"w": torch.zeros(2, 3)}])
+    (ref,) = manifest.buckets
+    entry = {"name": "w", "dtype": "float32", "shape": (2, 3), "offset": 0, "nbytes": 24}
+    assert ref.as_plain() == {"path": ref.path, "size": 24, "nbytes": 24, "entries": [entry]}

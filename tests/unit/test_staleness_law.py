@@ -4,11 +4,12 @@ import heapq
 import itertools
 import math
 import random
+from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async_rl.flow.staleness import admitted_limit, max_lag
+from megatron_async_rl.flow.staleness import admitted_limit, is_feasible, max_lag
 from tests.cases import looped
 
 RATIOS = st.one_of(
@@ -131,3 +132,11 @@ def test_the_first_fresh_steps_train_on_lag_0_and_the_bound_holds_after_them(
 def test_after_the_fresh_steps_a_run_is_as_asynchronous_as_any() -> None:
     seen = {max(lags_of_a_run(4, 2.0, 20, random.Random(seed), fresh=5)) for seed in range(20)}
     assert max(seen) == 2
+
+
+def test_a_plan_is_feasible_if_the_most_urgent_groups_first_are_all_in_time() -> None:
+    for step, per_step, size in itertools.product((0, 3), (1, 2, 3), range(6)):
+        for due in itertools.combinations_with_replacement(range(step - 1, step + 4), size):
+            in_time = all(step + at // per_step <= last for at, last in enumerate(due))
+            assert is_feasible(Counter(due), step, per_step) == in_time, (due, step, per_step)
+    assert is_feasible({2: 0, 9: 1}, 3, 1), "no group is due at 2"

@@ -108,6 +108,8 @@ def test_rows_are_those_of_the_generator_and_no_question_is_on_both_sides(cache)
     assert rows("chain_sum", test=True, **{**settings, "size": 61}) == held_out
     made = {file: file.stat().st_mtime_ns for file in cache.rglob("*.jsonl")}
     assert rows("chain_sum", **settings) == training
+    # The order of the options does not matter.
+    assert rows("chain_sum", **settings | {"options": dict(reversed(SUMS.items()))}) == training
     assert {file: file.stat().st_mtime_ns for file in cache.rglob("*.jsonl")} == made
     assert rows("chain_sum", **{**settings, "seed": 6}) != training
     assert sorted(path.name for path in cache.iterdir() if path.is_dir()) == sorted(

@@ -189,6 +189,15 @@ def test_a_directory_without_a_usable_tokenizer_is_refused(
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_settings_that_are_not_an_object_are_refused(tmp_path: Path, name: str) -> None:
+    save_characters(tmp_path)
+    for content, fault in (("[]", "is not a JSON object"), ("{", "is not JSON: Expecting")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match=rf"{name}: {fault}"):
+            load_tokenizer(tmp_path)
+
+
 def test_a_model_that_names_no_end_of_sequence_is_refused(example: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer.model"):
         if (example / "model" / name).exists():

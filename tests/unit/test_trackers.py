@@ -17,7 +17,12 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, UserError
 from megatron_async_rl.metrics import trackers
 from megatron_async_rl.metrics.log import MetricsLog
-from megatron_async_rl.metrics.trackers import TRACKERS, BackgroundSink, open_trackers
+from megatron_async_rl.metrics.trackers import (
+    TRACKERS,
+    BackgroundSink,
+    identity_problems,
+    open_trackers,
+)
 from tests.written_run import config_tree
 
 CONFIG = {"policy": {"optimizer": {"lr": 1e-3}}, "controls": [{"name": "gac"}]}
@@ -229,3 +234,20 @@ def test_a_tracker_may_be_named_only_once(tmp_path):
     file.write_text(yaml.safe_dump(config_tree()))
     with pytest.raises(ConfigError, match="each at most once, got wandb, wandb"):
         load(file, ["observe.trackers=[wandb, wandb]"])
+
+
+def test_damaged_identities_are_refused_before_a_new_run_begins(tmp_path: Path) -> None:
+    file = tmp_path / trackers.IDENTITIES
+    assert identity_problems(tmp_path, ["wandb"]) == []
+    for content, what in (
+        ("{", "is damaged: Expecting property name"),
+        ("[]", "is damaged: expected a JSON object with one id per tracker"),
+        ('{"wandb": 7}', "is damaged: expected a JSON object with one id per tracker"),
+    ):
+        file.write_text(content)
+        (problem,) = identity_problems(tmp_path, ["wandb"])
+        assert (problem.key, problem.what[: len(what)]) == (str(file), what)
+        assert "remove it to begin a new run in every tracker" in problem.fix
+        assert identity_problems(tmp_path, []) == []
+    file.write_text('{"wandb": "abc"}')
+    assert identity_problems(tmp_path, ["wandb"]) == []

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.launch.run_lock import lock_run_dir
+from megatron_async_rl.metrics.load_log import LoadLog
+from megatron_async_rl.policy.digested_folder import DIGESTS, StoredFile, described, files_of
 from megatron_async_rl.report.scorecard_section import scorecard_section
 from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.verify.duplicate_responses import poisson_tail
@@ -35,6 +38,7 @@ from tests.healthy_run import (
     write_healthy_run,
 )
 from tests.mar_command import mar
+from tests.stored_pages import RecordedConsole, require_page
 
 
 def verified(run_dir: Path) -> Scorecard:
@@ -58,6 +62,29 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_healthy_run(tmp_path_factory.mktemp("healthy"), altered())
 
 
+@pytest.fixture(scope="module")
+def sound(healthy: Path) -> Scorecard:
+    """Scorecard of the healthy run."""
+    return verified(healthy)
+
+
+def require_changes(page: str, card: Scorecard, sound: Scorecard) -> None:
+    """Fail unless the rows that differ from those of the healthy run are those of the page."""
+    same = {one.name: one for one in sound.rows}
+    lines: list[str] = []
+    for one in card.rows:
+        if one == same[one.name]:
+            continue
+        lines += [f"{one.name}: {one.verdict}", f"  value: {one.value}"]
+        if one.bound != same[one.name].bound:
+            lines.append(f"  bound: {one.bound}")
+        few = one.details if len(one.details) < 4 else (*one.details[:2], "...", one.details[-1])
+        lines += [f"  - {text}" for text in few]
+    lines += [f"note: {note}" for note in card.notes]
+    text = "".join(f"{line}\n" for line in lines)
+    require_page(f"verify/{page.replace(' ', '_')}", text.replace(card.subject, "RUN"))
+
+
 @pytest.fixture
 def copied(healthy: Path, tmp_path: Path) -> Path:
     """A copy of the healthy run, whose files a test may change."""
@@ -65,10 +92,11 @@ def copied(healthy: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_every_row_of_a_healthy_run_passes(healthy: Path) -> None:
-    card = verified(healthy)
-    assert [(one.name, one.value) for one in card.rows if one.verdict != RowVerdict.PASSED] == []
-    assert json.loads((healthy / "verify.json").read_text()) == card.as_json()
+def test_every_row_of_a_healthy_run_passes(healthy: Path, sound: Scorecard) -> None:
+    assert [(one.name, one.value) for one in sound.rows if one.verdict != RowVerdict.PASSED] == []
+    text = (healthy / "verify.json").read_text()
+    assert json.loads(text) == sound.as_json()
+    require_page("verify/healthy", text.replace(str(healthy), "RUN"))
 
 
 # Faults
@@ -275,12 +303,14 @@ FAULTS: dict[str, tuple[Alterations, set[str]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_fails_exactly_its_rows(fault: str, tmp_path: Path) -> None:
+def test_a_fault_fails_exactly_its_rows(fault: str, sound: Scorecard, tmp_path: Path) -> None:
     alterations, rows = FAULTS[fault]
-    assert failing(write_healthy_run(tmp_path, alterations)) == rows
+    card = verified(write_healthy_run(tmp_path, alterations))
+    assert {one.name for one in card.failed} == rows
+    require_changes(f"faults/{fault}", card, sound)
 
 
-def test_a_fault_of_one_engine_shows_by_engine(tmp_path: Path) -> None:
+def test_a_fault_of_one_engine_shows_by_engine(sound: Scorecard, tmp_path: Path) -> None:
     def worse(mean: float, step: int, sample: Sample) -> float:
         return mean * (7 if sample.engine == 2 else 1)
 
@@ -288,7 +318,9 @@ def test_a_fault_of_one_engine_shows_by_engine(tmp_path: Path) -> None:
         return replace(sample, engine=int(sample.id.rpartition("-")[2]) % 3)
 
     run = write_healthy_run(tmp_path, altered(sample=three_engines, differences=worse))
-    assert failing(run) == {"log-probs by engine"}
+    card = verified(run)
+    assert {one.name for one in card.failed} == {"log-probs by engine"}
+    require_changes("faults/one_engine", card, sound)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +359,7 @@ def test_dropping_long_responses_fails(
     assert [one.failed for one in check.result()] == [fails]
 
 
-def test_a_flipped_bit_of_a_checkpoint_is_found(copied: Path) -> None:
+def test_a_flipped_bit_of_a_checkpoint_is_found(copied: Path, sound: Scorecard) -> None:
     file = copied / "checkpoint" / f"step_{STEPS:08d}" / BLOCKS
     content = bytearray(file.read_bytes())
     content[150] ^= 1
@@ -335,16 +367,19 @@ def test_a_flipped_bit_of_a_checkpoint_is_found(copied: Path) -> None:
     card = verified(copied)
     assert {one.name for one in card.failed} == {"weights on disk"}
     assert TENSORS[0] in card.failed[0].details[0]
+    require_changes("faults/a_flipped_bit_of_a_checkpoint", card, sound)
 
 
-def test_a_changed_data_set_is_found(tmp_path: Path) -> None:
+def test_a_changed_data_set_is_found(sound: Scorecard, tmp_path: Path) -> None:
     run = write_healthy_run(tmp_path, altered())
     file = tmp_path / "train.jsonl"
     file.write_text(file.read_text().replace('"10+1="', '"10+2="'))
-    assert failing(run) == {"data unchanged"}
+    card = verified(run)
+    assert {one.name for one in card.failed} == {"data unchanged"}
+    require_changes("faults/a_changed_data_set", card, sound)
 
 
-def test_an_edited_line_of_metrics_breaks_the_chain(copied: Path) -> None:
+def test_an_edited_line_of_metrics_breaks_the_chain(copied: Path, sound: Scorecard) -> None:
     file = copied / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text(
@@ -352,14 +387,18 @@ def test_an_edited_line_of_metrics_breaks_the_chain(copied: Path) -> None:
             [*lines[:-1], lines[-1].replace('"policy/grad_norm": 1.0', '"policy/grad_norm": 2.0')]
         )
     )
-    assert failing(copied) == {"chain of weights"}
+    card = verified(copied)
+    assert {one.name for one in card.failed} == {"chain of weights"}
+    require_changes("faults/an_edited_line_of_metrics", card, sound)
 
 
-def test_a_resume_from_other_weights_breaks_the_chain(copied: Path) -> None:
+def test_a_resume_from_other_weights_breaks_the_chain(copied: Path, sound: Scorecard) -> None:
     file = copied / "starts.jsonl"
     again = json.loads(file.read_text()) | {"step": 8, "weights": "e" * 16}
     file.write_text(file.read_text() + json.dumps(again) + "\n")
-    assert failing(copied) == {"chain of weights"}
+    card = verified(copied)
+    assert {one.name for one in card.failed} == {"chain of weights"}
+    require_changes("faults/a_resume_from_other_weights", card, sound)
 
 
 def test_the_question_of_a_prompt_is_free_of_markup() -> None:
@@ -394,7 +433,7 @@ def test_a_rewarded_copy_of_the_question_is_suspicious(
 # Bad input
 
 
-def test_a_damaged_log_is_named_and_the_rest_is_checked(copied: Path) -> None:
+def test_a_damaged_log_is_named_and_the_rest_is_checked(copied: Path, sound: Scorecard) -> None:
     file = copied / "samples" / "samples-000001.segment"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -402,9 +441,7 @@ def test_a_damaged_log_is_named_and_the_rest_is_checked(copied: Path) -> None:
     card = verified(copied)
     assert {one.name for one in card.failed} == {"sample log"}
     assert file.name in card.failed[0].details[0]
-    assert verdict_of(card, "weights in engines") is RowVerdict.PASSED
-    compared = next(one.value for one in card.rows if one.name == "denominators")
-    assert compared == "8 of 12 steps compared"
+    require_changes("records/a_damaged_log", card, sound)
 
 
 def remove_segment(run_dir: Path, number: int) -> None:
@@ -412,60 +449,69 @@ def remove_segment(run_dir: Path, number: int) -> None:
         file.unlink()
 
 
-def test_oldest_segments_may_be_deleted_and_the_others_are_checked(copied: Path) -> None:
+def test_oldest_segments_may_be_deleted_and_the_others_are_checked(
+    copied: Path, sound: Scorecard
+) -> None:
     remove_segment(copied, 0)
     card = verified(copied)
     assert card.failed == ()
-    assert any("before number 1" in note for note in card.notes)
-    assert verdict_of(card, "generated tokens") is RowVerdict.ABSENT
-    compared = next(one.value for one in card.rows if one.name == "denominators")
-    assert compared == "8 of 12 steps compared"
+    require_changes("records/a_deleted_oldest_segment", card, sound)
 
 
-def test_a_segment_that_was_deleted_between_others_is_a_gap(copied: Path) -> None:
+def test_a_segment_that_was_deleted_between_others_is_a_gap(copied: Path, sound: Scorecard) -> None:
     remove_segment(copied, 1)
     card = verified(copied)
     assert {one.name for one in card.failed} == {"sample log"}
-    assert "outcomes 96 to 191 are missing" in " ".join(card.failed[0].details)
+    require_changes("records/a_deleted_segment_between_others", card, sound)
 
 
-def test_a_newest_segment_that_was_deleted_is_missed(copied: Path) -> None:
+def test_a_newest_segment_that_was_deleted_is_missed(copied: Path, sound: Scorecard) -> None:
     remove_segment(copied, 2)
-    assert failing(copied) == {"sample log"}
+    card = verified(copied)
+    assert {one.name for one in card.failed} == {"sample log"}
+    require_changes("records/a_deleted_newest_segment", card, sound)
 
 
-def test_a_run_that_is_running_is_noted(copied: Path) -> None:
+def test_a_run_that_is_running_is_noted(copied: Path, sound: Scorecard) -> None:
     with lock_run_dir(copied):
-        assert any("is running" in note for note in verified(copied).notes)
+        require_changes("records/a_running_run", verified(copied), sound)
 
 
-def test_a_deleted_log_fails_and_absent_rows_have_a_reason(copied: Path) -> None:
+def test_a_deleted_log_fails_and_absent_rows_have_a_reason(copied: Path, sound: Scorecard) -> None:
     shutil.rmtree(copied / "samples")
     card = verified(copied)
     assert {one.name for one in card.failed} == {"sample log"}
-    assert all(one.value for one in card.rows)
+    require_changes("records/a_deleted_log", card, sound)
 
 
-def test_a_run_of_an_earlier_version_has_absent_rows(copied: Path) -> None:
+def test_a_run_of_an_earlier_version_has_absent_rows(copied: Path, sound: Scorecard) -> None:
     for name in ("loads.jsonl", "lag0.jsonl", "starts.jsonl", "weights.jsonl"):
         (copied / name).unlink()
+    metrics = copied / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    dropped = ("weights", "policy/nonfinite", "policy/lr", "policy/entropy")
+    metrics.write_text(
+        "".join(
+            json.dumps({key: value for key, value in line.items() if key not in dropped}) + "\n"
+            for line in lines
+        )
+    )
+    shutil.rmtree(copied / "checkpoint")
     card = verified(copied)
     assert card.failed == ()
-    missing = {one.name for one in card.rows if one.verdict is RowVerdict.ABSENT}
-    expected = {"weights in engines", "lag-0 evidence", "data unchanged", "parameters that move"}
-    assert expected <= missing
-    assert any("earlier version" in note for note in card.notes)
+    require_changes("records/an_earlier_version", card, sound)
 
 
-@pytest.mark.parametrize("name", ["loads.jsonl", "lag0.jsonl", "weights.jsonl"])
-def test_a_damaged_record_makes_its_row_absent_and_is_named(copied: Path, name: str) -> None:
-    with open(copied / name, "a") as file:
-        file.write("no line\n")
+def test_damaged_records_make_their_rows_absent_and_are_named(
+    copied: Path, sound: Scorecard
+) -> None:
+    for name in ("loads.jsonl", "lag0.jsonl", "weights.jsonl"):
+        with open(copied / name, "a") as file:
+            file.write("{}\n")
+    (copied / "without_gradient.json").write_text("{}")
     card = verified(copied)
     assert card.failed == ()
-    named = [one for one in card.rows if name in one.value]
-    assert {one.verdict for one in named} <= {RowVerdict.ABSENT, RowVerdict.PASSED}
-    assert named
+    require_changes("records/damaged_records", card, sound)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
@@ -514,6 +560,61 @@ def test_an_absent_row_neither_passes_nor_fails() -> None:
     failed = Scorecard(subject="run", rows=(*card.rows, row("b", "1", "0", False, "fix", ["x"])))
     assert failed.exit_code == 1
     assert failed.as_json()["rows"][1]["details"] == ["x"]
+
+
+def test_a_scorecard_on_a_terminal_is_the_one_on_its_page() -> None:
+    places = [f"place {number}" for number in range(25)]
+    rows = (
+        row("first", "1", "at most 2", True, "nothing to do"),
+        row("second", "[3]", "at most 2 " * 20, False, "do this", places),
+        absent("third", "no data", "", "record it"),
+        row("fourth", "4", "3", False, "do that", places[:5]),
+    )
+    text = ""
+    for card in (
+        Scorecard(subject="a run", rows=rows, notes=("the run is running", "[more]")),
+        Scorecard(subject="a run", rows=rows[:1]),
+        Scorecard(subject="a run", rows=()),
+    ):
+        console = RecordedConsole()
+        card.show(console)
+        text += f"{console.text}exit code {card.exit_code}\n{card.text()}"
+    require_page("verify/scorecards", text)
+
+
+def test_records_that_are_gone_leave_the_others_of_use(copied: Path, sound: Scorecard) -> None:
+    # A start whose settings are gone, loads of a version without a digest, and no tokenizer.
+    file = copied / "starts.jsonl"
+    again = json.loads(file.read_text()) | {"step": 8, "weights": f"{8:016x}", "config": "gone"}
+    file.write_text(file.read_text() + json.dumps(again) + "\n")
+    loads = LoadLog(copied)
+    for version in (STEPS + 1, STEPS, STEPS + 2):
+        loads.record(version, 7, f"{version:016x}", 5)
+    config = copied / "config.yaml"
+    text = config.read_text()
+    model = load(config).model.path
+    assert text.count(str(model)) == 1
+    config.write_text(text.replace(str(model), str(copied / "no_model")))
+    require_changes("records/gone", verified(copied), sound)
+
+
+def test_checkpoints_behind_a_damaged_one_are_checked(copied: Path, sound: Scorecard) -> None:
+    newest = copied / "checkpoint" / f"step_{STEPS:08d}"
+    for step, record in ((2, '{"metrics": null}'), (3, "{}"), (4, "no JSON")):
+        folder = newest.with_name(f"step_{step:08d}")
+        shutil.copytree(newest, folder)
+        content = record.encode()
+        (folder / "record.json").write_bytes(content)
+        files = files_of(json.loads((folder / "about.json").read_text()))
+        assert files is not None
+        files["record.json"] = StoredFile.of(content)
+        (folder / "about.json").write_text(described({"step": step}, files))
+    export = copied / "hf"
+    export.mkdir()
+    require_changes("records/other_checkpoints", verified(copied), sound)
+    (newest / "record.json").unlink()
+    (export / DIGESTS).write_text("{}")
+    require_changes("records/damaged_checkpoints", verified(copied), sound)
 
 
 def test_the_tail_of_a_poisson_variable_is_exact() -> None:

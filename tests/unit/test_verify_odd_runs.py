@@ -15,9 +15,12 @@ from rich.console import Console
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.flow.starts import read_starts, record_start
+from megatron_async_rl.data import SupervisedSource, read_training
+from megatron_async_rl.data.tokenizer import tokenizer_of
+from megatron_async_rl.flow.starts import Start, read_starts, record_start
 from megatron_async_rl.metrics.load_log import LoadLog
 from megatron_async_rl.verify.canary_checks import NORMAL_LIMIT, probability_score
+from megatron_async_rl.verify.data_checks import DataUnchanged
 from megatron_async_rl.verify.duplicate_responses import DuplicateResponses
 from megatron_async_rl.verify.engine_loads import EngineLoads
 from megatron_async_rl.verify.reward_hacks import RewardHacks, gold_answer
@@ -27,6 +30,7 @@ from megatron_async_rl.verify.sampling_entropy import SamplingEntropy
 from megatron_async_rl.verify.scorecard import RowVerdict, ScorecardRow
 from megatron_async_rl.verify.verified_run import read_records, verify_run
 from tests.healthy_run import STEPS, Alterations, scheduled, write_healthy_run
+from tests.written_run import write_run
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +161,50 @@ def test_a_group_with_a_sample_in_a_deleted_segment_is_whole(
     assert verify_run(healthy, Console(quiet=True)).failed == ()
 
 
+def test_the_data_of_a_supervised_run_is_compared_with_its_files(tmp_path: Path) -> None:
+    folder = write_run(tmp_path).parent
+    settings = (
+        *("rollout=null", "flow={prompts_per_step: 4, group_size: 1, async_ratio: 0}"),
+        "objective={loss: sft, advantage: none}",
+    )
+    config = load(folder / "config.yaml", settings)
+    tokenizer = tokenizer_of(config.model.path, config.data)
+    read = read_training(config.data, tokenizer, supervised=True)
+    source = SupervisedSource(
+        read.prompts,
+        tokenizer,
+        prompts_per_step=4,
+        seed=config.run.seed,
+        shuffle=True,
+        max_context=None,
+        parts=read.parts,
+    )
+    training = [one.as_json() for one in source.identities]
+    start = start_of(data={"training": training, "held_out": {}})
+    records = RunRecords(run_dir=folder, config=config, configs=[(1, config)], starts=[start])
+    assert only(DataUnchanged(records)).verdict is RowVerdict.PASSED
+    file = folder / "train.jsonl"
+    file.write_text(file.read_text().replace('"response": "2"', '"response": "3"'))
+    assert only(DataUnchanged(records)).verdict is RowVerdict.FAILED
+
+
+def start_of(**changes: Any) -> Start:
+    given: dict[str, Any] = {
+        "step": 0,
+        "time": 0.0,
+        "config": "",
+        "device": "cpu",
+        "ranks": 1,
+        "layout": {},
+        "threads": 1,
+        "software": {},
+        "weights": "",
+        "data": {},
+        "code": {},
+    }
+    return Start(**(given | changes))
+
+
 def score(certain: float, tokens: int) -> float:
     """Return the score of tokens that are all the likelier one of two."""
     given = {
@@ -201,20 +249,18 @@ def test_a_damaged_line_of_loads_keeps_the_evidence_before_it(copied: Path) -> N
     ("gold", "text"),
     [("True", "What is 1+1=? It is true"), ("1,000", "What is 1+1=? 1000"), ("12", "12 of 1+1=?")],
 )
-def test_a_right_answer_in_another_form_is_no_hack(
-    records: RunRecords, gold: str, text: str
-) -> None:
-    assert not hacked(records, gold, text).failed
+def test_a_right_answer_in_another_form_is_no_hack(gold: str, text: str) -> None:
+    assert not hacked(gold, text).failed
 
 
-def test_a_reference_is_not_expected_literally(records: RunRecords) -> None:
+def test_a_reference_is_not_expected_literally() -> None:
     assert gold_answer({"solution": "def f(x):\n    return x"}) == ""
     assert gold_answer({"answer": "x" * 500}) == ""
-    assert hacked(records, "7", "What is 1+1=?").failed
+    assert hacked("7", "What is 1+1=?").failed
 
 
-def hacked(records: RunRecords, gold: str, text: str) -> ScorecardRow:
+def hacked(gold: str, text: str) -> ScorecardRow:
     """Return the row for rewarded responses of this text to a question that it contains."""
-    check = RewardHacks(records)
+    check = RewardHacks()
     check._window = [("0-0", float(at % 2), gold, "1+1=?", text) for at in range(100)]
     return only(check)
