@@ -341,7 +341,7 @@ def _mask_of_last(length: int, total: int, dtype: torch.dtype, device: torch.dev
     layers of a micro-batch, whose parts have two lengths.
     """
     line = torch.zeros(length + total - 1, dtype=dtype, device=device)
-    line[total:] = -torch.inf
+    line[total:].fill_(-torch.inf)  # an assignment would upload the number
     mask = line.as_strided((length, total), (1, 1))
     return mask if device.type == "cpu" else mask.contiguous()
 

@@ -95,7 +95,7 @@ def waits(rank: Rank, kind: str, dtype: str, sequence: str) -> dict:
     """Return host syncs and uploads of the targets during a step's micro-batches, after a first
     step."""
     # A budget that divides the batch into more than two micro-batches.
-    policy = rank.policy(dtype=dtype, sequence=sequence, budget=96)
+    policy = rank.policy(dtype=dtype, sequence=sequence, budget=64)
     batch, run, steps = received(policy, rank.batches["a"]), policy.schedule.forward_backward, []
 
     def watched(micro_batches, consume) -> None:

@@ -13,17 +13,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import yaml
 from megatron.core import parallel_state
 
-from megatron_async_rl import train as training
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import batches
-from megatron_async_rl.flow import controller as controller_module
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.controller_spec import ControllerSpec, PromptProvider
 from megatron_async_rl.flow.engine_task import Launch, Restarts
@@ -33,6 +32,8 @@ from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.parallel import initialise
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.types import Request, Sample
+from megatron_async_rl.train import train
+from megatron_async_rl.watchdog import processes
 from megatron_async_rl.weights.manifest import Manifest
 from tests.tiny_models import save_tiny_model
 from tests.unit.fake_engine import FakeEngine
@@ -246,9 +247,8 @@ class OneProcess:
 
     def _replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace Ray, and the delays after a failure."""
-        # It would exclude the run's objects from garbage collection permanently.
-        for module in (training, controller_module):
-            monkeypatch.setattr(module, "collect_rarely", lambda: None)
+        # `collect_rarely` would exclude the run's objects from garbage collection permanently.
+        monkeypatch.setattr(processes, "gc", mock.Mock())
         monkeypatch.setattr(batches, "join_ray", lambda *_, **__: None)
         monkeypatch.setattr(batches, "start_controller", self._start)
         monkeypatch.setattr(batches, "ray_get", self._get)
@@ -273,7 +273,7 @@ class OneProcess:
         try:
             with Background("writing a checkpoint") as writing:
                 try:
-                    training.train(config, layout, rank, writing)
+                    train(config, layout, rank, writing)
                 except BaseException as error:
                     writing.settle(DEADLINE_S)
                     rank.rank0.failed(error)

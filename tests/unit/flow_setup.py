@@ -12,7 +12,6 @@ from unittest import mock
 from megatron_async_rl.config.flow import FlowConfig
 from megatron_async_rl.config.rollout import RewardConfig
 from megatron_async_rl.data import PromptSource
-from megatron_async_rl.flow import controller as controller_module
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.controller_spec import ControllerSpec, DataState
 from megatron_async_rl.flow.evaluation import HeldOut
@@ -21,6 +20,7 @@ from megatron_async_rl.rollout.scoring import GroupRewards
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.columns import rows_of_lists
 from megatron_async_rl.samples.rows import SampleRow, TrainBatch, rescored
+from megatron_async_rl.watchdog import processes
 from tests.unit import virtual_time
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, specs
 
@@ -45,8 +45,8 @@ def source() -> PromptSource:
 
 
 def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    # It would exclude the objects of all tests so far from garbage collection.
-    with mock.patch.object(controller_module, "collect_rarely"):
+    # `collect_rarely` would exclude the objects of all tests so far from garbage collection.
+    with mock.patch.object(processes, "gc"):
         virtual_time.run(asyncio.wait_for(body(), 600))
 
 

@@ -32,7 +32,7 @@ from megatron_async_rl.samples.frames import (
     path_of,
     read_frames,
 )
-from megatron_async_rl.samples.rank_batch import _routed_experts
+from megatron_async_rl.samples.rank_batch import routed_experts_of
 from megatron_async_rl.samples.recorded import NotRecorded, RecordedBatches
 from megatron_async_rl.samples.segments import gaps_in, read_batches
 from megatron_async_rl.samples.types import PartialResponse, Prompt
@@ -142,7 +142,7 @@ def test_experts_of_different_models_are_refused() -> None:
     def experts(*rows: bytes | None) -> Any:
         lengths = np.full(len(rows), 3)  # two tokens feed the model
         column = pa.array(rows, pa.large_binary())
-        return _routed_experts(column, lengths, np.ones(len(rows), np.int64))
+        return routed_experts_of(column, lengths, np.ones(len(rows), np.int64))
 
     found, has = experts(b"abcd", None)
     assert found.tobytes() == b"abcd" + bytes(2 * 4)
