@@ -176,6 +176,8 @@ class Layout:
 
         # Megatron's groups first, because they are subgroups of the world.
         parallel_state.destroy_model_parallel()
+        # Megatron-Core 0.19 keeps every group here, and with it three threads of gloo.
+        parallel_state._global_process_group_list = None
         dist.destroy_process_group()
 
 

@@ -18,7 +18,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import yaml
-from megatron.core import parallel_state
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
@@ -282,9 +281,6 @@ class OneProcess:
                     rank.close()
         finally:
             layout.shutdown()
-            # Megatron-Core 0.19 keeps all groups here, and each has 3 threads: the runs of one test
-            # process would end up with thousands.
-            parallel_state._global_process_group_list = None
         return config.run.dir
 
     # Functions of Ray, and of deadlines for it, that `batches` calls
