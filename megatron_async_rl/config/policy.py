@@ -313,9 +313,10 @@ class PolicyConfig(Strict):
     prefix_sharing: Literal["auto", "always", "never"] = "auto"
     """Computation of the tokens with which responses of a group begin alike (their prompt), in
     packed rows. `auto`: once for all of them in a micro-batch, if that saves at least 1/16 of a
-    batch's tokens; not with context parallelism or adapter dropout. `always`: whatever it saves;
-    such a configuration is refused. `never`: once for each response. Log-probs and gradients are
-    the same up to rounding."""
+    batch's tokens; with context parallelism or adapter dropout, once for each response. `always`:
+    once, whatever it saves; refused in padded rows, with context parallelism and with adapter
+    dropout. `never`: once for each response. Log-probs and gradients are the same up to
+    rounding."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Largest number of tokens (prompt, response and padding) of one micro-batch, which the ranks
     of parallel.context share. Where responses share a prompt, attention has its keys and values
