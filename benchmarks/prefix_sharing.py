@@ -5,11 +5,13 @@ which each response has its own, on the same samples, alternating in one process
     python benchmarks/prefix_sharing.py                    # SmolLM2-135M, 16 x 8, 55 + 23 tokens
     python benchmarks/prefix_sharing.py --prompt-tokens 4  # short prompts
     python benchmarks/prefix_sharing.py --millions 1 --prompt-tokens 8 --steps 20
+    python benchmarks/prefix_sharing.py --device cuda --dtype bfloat16 --millions 600 \
+        --budget 16384 --prompt-tokens 512 --response-tokens 256 --steps 5
 
 Lengths of prompts and responses are spread evenly over the mean, by `--spread` of it to either
 side. Ratio = seconds without sharing / seconds with it, medians: above 1, sharing is faster.
 Seconds are the process's own CPU time on one thread by default, so that other programs on the
-machine weigh little; with `--threads` above 1 they are elapsed time.
+machine weigh little; with `--threads` above 1 or `--device cuda` they are elapsed time.
 """
 
 from __future__ import annotations
@@ -80,14 +82,16 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=2048, help="tokens_per_micro_batch")
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    clock = time.process_time if args.threads == 1 else time.perf_counter
+    alone = args.device == "cpu" and args.threads == 1
+    clock = time.process_time if alone else time.perf_counter
     folder = tempfile.TemporaryDirectory()
     model = args.model
     if args.millions is not None:
-        model = random_model.save(Path(folder.name), args.millions, "float32")
-    layout = initialise(ParallelConfig(), device.install("cpu"), timeout_s=300)
+        model = random_model.save(Path(folder.name), args.millions, args.dtype)
+    layout = initialise(ParallelConfig(), device.install(args.device), timeout_s=300)
     policy = Policy.build(
         ModelConfig(path=model, dtype=args.dtype),
         PolicyConfig(
