@@ -45,37 +45,50 @@ python="$(find_python)"
 echo "Setting up $VENV with $("$python" --version) (once, a few minutes)"
 "$python" -m venv --clear "$VENV"
 pip=("$VENV/bin/python" -m pip -qq --disable-pip-version-check --no-input install --no-deps --progress-bar off)
+uv=("$VENV/bin/python" -m uv pip install --quiet --no-deps --python "$VENV/bin/python" --index-strategy unsafe-best-match)
+
+# uv fetches and unpacks in parallel, which pip does not, but reads none of pip's settings.
+settings="$("$VENV/bin/python" -m pip config list 2>/dev/null || true)"
+like_pip() { # set a variable of uv, unless it is set, to what pip is configured with
+  local value
+  value="$(sed -nE "s/^(:env:|global|install)\.$2='(.*)'\$/\2/; T; s/\\\\n/ /g; p; q" <<<"$settings")"
+  [[ -z "$value" || -n "${!1:-}" ]] || export "$1=$value"
+}
+like_pip UV_DEFAULT_INDEX index-url
+like_pip UV_INDEX extra-index-url
+like_pip UV_FIND_LINKS find-links
+like_pip UV_CONSTRAINT constraint
+like_pip SSL_CERT_FILE cert
+
+have_uv="$("${pip[@]}" "$(grep '^uv==' requirements/cpu.txt)" >"$VENV/uv.log" 2>&1 && echo yes || true)"
+install() {
+  if [[ -n "$have_uv" ]] && "${uv[@]}" "$@" >>"$VENV/uv.log" 2>&1; then
+    return
+  fi
+  "${pip[@]}" "$@" # pip's words are the ones to show
+}
+torch="$(grep '^torch==' requirements/cpu.txt)"
 from_cpu_index=(--index-url "$TORCH_CPU_INDEX")
 quickly=(--timeout 10 --retries 1) # an index that is out of reach must not hold up the set-up
-# In parallel with torch, and in two halves: pip unpacks and compiles in one thread.
-others=$(grep -v '^torch==' requirements/cpu.txt)
-"${pip[@]}" -r <(sed -n 'p;n' <<<"$others") &
-first=$!
-"${pip[@]}" -r <(sed -n 'n;p' <<<"$others") "${dev[@]}" &
-second=$!
-# Optional: one package is compiled, and a machine may have no compiler.
-{ "${pip[@]}" -r requirements/tasks.txt ||
-  echo "setup: reasoning-gym is not installed (its package pycosat needs a C compiler); data.train: reasoning_gym:TASK needs it."; } &
-third=$!
-trap 'kill "$first" "$second" "$third" 2>/dev/null || true' EXIT
-torch="$(grep '^torch==' requirements/cpu.txt)"
 served() { # torch's CPU build, by pip's own sources or with more arguments; nothing is installed
   "${pip[@]}" --dry-run "$@" "$torch" >"$VENV/torch.log" 2>&1
 }
 if served; then
-  "${pip[@]}" "$torch"
+  install "$torch"
 elif served "${quickly[@]}" "${from_cpu_index[@]}"; then
-  "${pip[@]}" "${from_cpu_index[@]}" "$torch"
+  install "${from_cpu_index[@]}" "$torch"
 else
   cat <<MESSAGE
 $torch is served neither by what pip is configured with nor by $TORCH_CPU_INDEX (pip's words: $VENV/torch.log).
 Taking the standard build of torch instead, which runs on a CPU too, but loads only with $(grep -c '==' requirements/nvidia.txt) libraries of NVIDIA's:
 about 2.1 GB more to fetch and 3 GB more on disk. TORCH_CPU_INDEX=URL names a mirror that has the CPU build.
 MESSAGE
-  "${pip[@]}" "${torch%+cpu}" -r requirements/nvidia.txt
+  install "${torch%+cpu}" -r requirements/nvidia.txt
 fi
-wait "$first"
-wait "$second"
-wait "$third"
-"${pip[@]}" --no-build-isolation --editable .
+grep -v '^torch==' requirements/cpu.txt >"$VENV/others.txt"
+install -r "$VENV/others.txt" "${dev[@]}"
+# Optional: one package is compiled, and a machine may have no compiler.
+install -r requirements/tasks.txt ||
+  echo "setup: reasoning-gym is not installed (its package pycosat needs a C compiler); data.train: reasoning_gym:TASK needs it."
+install --no-build-isolation --editable .
 pwd > "$ready"

@@ -1,5 +1,5 @@
-"""`make setup` takes Python 3.12 or nothing, and CPU torch where one is served; interpreters and
-pip are stand-ins that write down what they were asked."""
+"""`make setup` takes Python 3.12 or nothing, and CPU torch where one is served; interpreters, pip and
+uv are stand-ins that write down what they were asked."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 TOOLS = ("bash", "cat", "cp", "cut", "dirname", "grep", "mkdir", "realpath", "sed", "sha256sum")
 INTERPRETER = """#!{bash}
 echo "$0 $*" >> {asked}
-for argument in "$@"; do
-  [[ "$argument" != /dev/fd/* ]] || cat "$argument" >> {asked}.lines
-done
 case "$*" in
+  *"-m uv"*) echo "index $UV_DEFAULT_INDEX, others $UV_INDEX, $UV_FIND_LINKS" >> {asked}.uv ;;&
+  *"-m uv"*) [[ -z "${{BROKEN_UV:-}}" ]] || exit 2 ;;&
+  *"config list") echo "${{PIP_SETTINGS:-}}" ;;
   -c*) exec {real} -c "import sys; sys.version_info = ({numbers}); exec(sys.argv[1])" "$2" ;;
   --version) echo "Python {version}.0" ;;
   "-m venv"*) mkdir -p "$VENV/bin"; cp "$0" "$VENV/bin/python" ;;
@@ -142,12 +142,43 @@ def test_cpu_torch_is_taken_where_it_is_served(machine: Machine, served: str, ta
     assert machine.asked.read_text() == asked, "a second set-up has nothing to do"
 
 
-def test_every_requirement_but_torch_is_in_one_of_the_two_halves(machine: Machine) -> None:
+def test_every_requirement_but_torch_is_installed_at_once(machine: Machine) -> None:
     lock = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
     machine.has("bin/python3.12", "3.12", served="configured")
     assert machine.set_up().returncode == 0
-    installed = Path(f"{machine.asked}.lines").read_text().splitlines()
-    assert sorted(installed) == sorted(one for one in lock if not one.startswith("torch=="))
+    (line,) = (one for one in machine.installs() if "others.txt" in one)
+    assert line.endswith(f"-r {machine.folder}/venv/others.txt -r requirements/dev.txt")
+    installed = (machine.folder / "venv" / "others.txt").read_text().splitlines()
+    assert installed == [one for one in lock if not one.startswith("torch==")]
+
+
+def test_uv_installs_from_where_pip_is_told_to(machine: Machine) -> None:
+    machine.has("bin/python3.12", "3.12", served="configured")
+    settings = """:env:.find-links='/wheels'
+global.extra-index-url='\\nhttp://one\\nhttp://two'
+global.find-links='/other'
+global.index-url='http://mirror/simple'"""
+    assert machine.set_up(PIP_SETTINGS=settings, UV_INDEX="").returncode == 0
+    said = Path(f"{machine.asked}.uv").read_text().splitlines()
+    assert set(said) == {"index http://mirror/simple, others  http://one http://two, /wheels"}
+    assert not any("-m pip" in line for line in machine.installs() if "uv==" not in line)
+
+
+def test_a_variable_of_uv_precedes_pips_setting(machine: Machine) -> None:
+    machine.has("bin/python3.12", "3.12", served="configured")
+    settings = "global.index-url='http://mirror/simple'"
+    assert machine.set_up(PIP_SETTINGS=settings, UV_DEFAULT_INDEX="http://own").returncode == 0
+    assert "index http://own," in Path(f"{machine.asked}.uv").read_text()
+
+
+def test_where_uv_fails_pip_installs(machine: Machine) -> None:
+    machine.has("bin/python3.12", "3.12", served="configured")
+    assert machine.set_up(BROKEN_UV="yes").returncode == 0
+    asked = [one for one in machine.asked.read_text().splitlines() if "--dry-run" not in one]
+    for what in ("torch==", "others.txt", "tasks.txt", "--editable ."):
+        by_uv, by_pip = (one for one in asked if what in one)
+        assert "-m uv pip install" in by_uv
+        assert "-m pip -qq" in by_pip
 
 
 def test_a_requirement_that_cannot_be_had_ends_the_set_up(machine: Machine) -> None:

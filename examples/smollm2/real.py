@@ -1,0 +1,230 @@
+"""Train SmolLM2-135M-Instruct on two tasks of reasoning-gym, with all weights and with LoRA, on two
+CPU cores; measure what each run learned and forgot; write the results to docs/real_model.md.
+
+    python examples/smollm2/real.py                    prepare, train, measure, and write the page
+    python examples/smollm2/real.py --only chain_sum   one run
+    python examples/smollm2/real.py --page             write the page again from real.json
+
+`make real` runs the first command. A run takes up to an hour, resumes if it was interrupted, and is
+left as it is once it has finished. The results are in `real.json` next to this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from megatron_async_rl.metrics.log import read_evaluations, read_metrics
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+MODEL = HERE / "generated" / "smollm2"
+FOLDER = ROOT / "runs" / "smollm2"
+RECORD, FIGURE = HERE / "real.json", ROOT / "docs" / "real_model.svg"
+PAGE = ROOT / "docs" / "real_model.md"
+BEGIN = "<!-- from real.json: python examples/smollm2/real.py --page -->\n"
+END = "<!-- end -->\n"
+
+LORA = ("policy.lora={rank: 16}", "policy.optimizer.lr=4e-4")
+RUNS = {
+    "chain_sum": ("smollm2_chain_sum_cpu.yaml", ()),
+    "chain_sum_lora": ("smollm2_chain_sum_cpu.yaml", LORA),
+    "products": ("smollm2_products_cpu.yaml", ()),
+    "products_lora": ("smollm2_products_cpu.yaml", LORA),
+}
+"""Name of a run -> (config, overrides)."""
+COLOURS = {"chain_sum": "#1f5fb4", "products": "#c0392b"}
+SHOWN = 4
+"""Number of held-out questions that the page shows with the responses before and after."""
+
+Record = dict[str, Any]
+"""date, machine, runs: name -> Run. A Run has overrides, dtype, steps, minutes, curve (pairs of
+minutes and exact answers), and, for each evaluated set, before and after: see `measured`."""
+
+
+def fast_dtype() -> str:
+    """Return `bfloat16` on a CPU with AMX instructions, which multiply it at over ten times the
+    rate of float32, and otherwise `float32`."""
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    return "bfloat16" if "amx_bf16" in flags else "float32"
+
+
+def command(*words: str | Path) -> None:
+    """Run a command of the package. Raises CalledProcessError."""
+    print("$ mar " + " ".join(map(str, words)), flush=True)
+    subprocess.run([sys.executable, "-m", "megatron_async_rl", *map(str, words)], check=True)
+
+
+def train(name: str, dtype: str) -> Path:
+    """Train a run to its end, unless it has ended, and return its folder."""
+    config, overrides = RUNS[name]
+    folder = FOLDER / name
+    if not (folder / "hf" / "config.json").is_file():
+        command(
+            *("train", ROOT / "examples" / config, f"run.dir={folder}"),
+            *(f"model.dtype={dtype}", *overrides),
+        )
+    return folder
+
+
+def measured(model: Path, config: Path, out: Path) -> dict[str, Any]:
+    """Evaluate a model on a config's held-out sets. Return, for each set: `exact`, the share of
+    responses that are the answer alone; `ends`, the share whose last number is the answer; `length`
+    in characters; and the first responses."""
+    responses = out.with_suffix(".jsonl")
+    if not responses.is_file():
+        command("eval", model, "--config", config, "--out", out, "--responses", responses)
+    rows = [json.loads(line) for line in responses.read_text(encoding="utf-8").splitlines()]
+    found = {}
+    for one in dict.fromkeys(row["set"] for row in rows):
+        own = [row for row in rows if row["set"] == one]
+        found[one] = {
+            "exact": sum(row["reward"] == 1 for row in own) / len(own),
+            "ends": sum(last_number(row["response"]) == row["answer"] for row in own) / len(own),
+            "length": sum(len(row["response"]) for row in own) / len(own),
+            "first": [
+                {"question": question_of(row), "answer": row["answer"], "response": row["response"]}
+                for row in own[:SHOWN]
+            ],
+        }
+    return found
+
+
+def last_number(text: str) -> str:
+    return (re.findall(r"-?\d+", text) or [""])[-1]
+
+
+def question_of(row: dict[str, Any]) -> str:
+    """Return the user's message in the text of the chat."""
+    found = re.search(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", row["prompt"], re.S)
+    return found[1] if found else str(row["prompt"])
+
+
+def result_of(name: str, folder: Path, dtype: str) -> dict[str, Any]:
+    rows = read_metrics(folder)
+    evaluations = [one for one in read_evaluations(folder) if one["set"] == task_of(name)]
+    begin = evaluations[0]["time"]
+    own = folder / "config.yaml"
+    return {
+        "overrides": list(RUNS[name][1]),
+        "dtype": dtype,
+        "steps": len(rows),
+        "minutes": round((rows[-1]["time"] - begin) / 60, 1),
+        "lag": round(sum(row["lag/mean"] for row in rows) / len(rows), 2),
+        "curve": [
+            [round((one["time"] - begin) / 60, 2), one["pass_at"]["1"]] for one in evaluations
+        ],
+        "before": measured(MODEL, own, folder / "before.json"),
+        "after": measured(folder / "hf", own, folder / "after.json"),
+    }
+
+
+def machine() -> str:
+    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    amx = " with AMX" if fast_dtype() == "bfloat16" else ""
+    return f"{len(names)} cores, {names[0]}{amx}" if names else "unknown"
+
+
+def write_page(record: Record) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    lines = "\n".join(page_lines(record))
+    PAGE.write_text(before + BEGIN + lines + "\n" + END + after, encoding="utf-8")
+    draw(record)
+
+
+def page_lines(record: Record) -> Iterator[str]:
+    yield f"{record['date']}, {record['machine']}.\n"
+    yield "| run | steps | minutes | mean lag | exact answers | ends with the answer | characters |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for name, run in record["runs"].items():
+        task = task_of(name)
+        cells = [f"`{name}`", run["steps"], run["minutes"], run["lag"]]
+        cells += [change(run, task, key, "%") for key in ("exact", "ends")]
+        cells += [change(run, task, "length")]
+        yield "| " + " | ".join(map(str, cells)) + " |"
+    yield "\nOn questions of a task that no run trained on (`letter_counting`):\n"
+    yield "| run | exact answers | ends with the answer | characters |"
+    yield "| --- | --- | --- | --- |"
+    for name, run in record["runs"].items():
+        cells = [change(run, "untrained", key, "%") for key in ("exact", "ends")]
+        yield f"| `{name}` | " + " | ".join([*cells, change(run, "untrained", "length")]) + " |"
+    for name, run in record["runs"].items():
+        yield f"\nHeld-out questions of `{name}`:\n"
+        yield "| question | answer | before | after |\n| --- | --- | --- | --- |"
+        pairs = zip(*(run[when][task_of(name)]["first"] for when in ("before", "after")), strict=True)
+        for one, other in pairs:
+            texts = [one["question"], one["answer"], one["response"], other["response"]]
+            yield "| " + " | ".join(f"`{flat(text)}`" for text in texts) + " |"
+
+
+def task_of(name: str) -> str:
+    return name.removesuffix("_lora")
+
+
+def change(run: dict[str, Any], which: str, key: str, unit: str = "") -> str:
+    values = (run[when][which][key] * (100 if unit else 1) for when in ("before", "after"))
+    return " → ".join(f"{value:.0f}{unit}" for value in values)
+
+
+def flat(text: str) -> str:
+    return " ".join(text.replace("|", "/").replace("`", "'").split()) or " "
+
+
+def draw(record: Record) -> None:
+    """Draw exact answers over time (600 x 300 pixels, SVG)."""
+    figure = Figure(figsize=(6.25, 3.125), facecolor="white", layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    for name, run in record["runs"].items():
+        style = "--" if name.endswith("_lora") else "-"
+        minutes, exact = zip(*run["curve"], strict=True)
+        colour = COLOURS[task_of(name)]
+        axes.plot(minutes, exact, style, color=colour, marker="o", ms=3, label=name)
+    axes.set_xlabel("minutes of training")
+    axes.set_ylabel("exact answers, held out")
+    axes.set_ylim(0, 1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    # Without a date and with these ids, the same numbers give the same file.
+    with rc_context({"svg.hashsalt": "real"}):
+        figure.savefig(FIGURE, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--page", action="store_true", help="write the page from real.json")
+    options = parser.parse_args()
+    record: Record = {"runs": {}}
+    if RECORD.is_file():
+        record = json.loads(RECORD.read_text(encoding="utf-8"))
+    if not options.page:
+        subprocess.run([sys.executable, HERE / "prepare.py"], check=True)
+        dtype = fast_dtype()
+        for name in options.only:
+            result = result_of(name, train(name, dtype), dtype)
+            record["runs"][name] = result
+            record["runs"] = {one: record["runs"][one] for one in RUNS if one in record["runs"]}
+            record |= {"date": datetime.date.today().isoformat(), "machine": machine()}
+            RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_page(record)
+    print(f"wrote {PAGE} and {FIGURE}")
+
+
+if __name__ == "__main__":
+    main()
