@@ -1,4 +1,5 @@
 # make demo | study-quick | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
+# make real: trains SmolLM2-135M-Instruct on two tasks of reasoning-gym, four runs of up to an hour each, and writes docs/real_model.md.
 # make test-all: all tests, including every combination of layouts, several machines, Slurm, mutants of the package, injected faults, and as root the network tests; an hour or more.
 # make network-tests: failure tests across 2 and 3 network namespaces; needs root.
 # make chaos: faults by seed, and the invariants afterwards: component histories, and real runs whose processes, files and disks fail; MAR_CHAOS_HISTORIES, MAR_CHAOS_FAULTS, MAR_CHAOS_SEED, MAR_CHAOS_MINUTES.
@@ -19,10 +20,10 @@ export VENV
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo study-quick test test-all durations gpu-tests network-tests chaos loader-test lint bench-setup
+.PHONY: help setup demo study-quick real test test-all durations gpu-tests network-tests chaos loader-test lint bench-setup
 
 help:
-	@sed -n '1,9s/^# //p' "$(ROOT)/Makefile"
+	@sed -n '1,10s/^# //p' "$(ROOT)/Makefile"
 
 setup:
 	@"$(ROOT)/launchers/setup.sh"
@@ -44,6 +45,10 @@ study-quick: setup
 	python "$$here/results.py" show "$$results"
 	mar report "$$results"/*/
 	cat "$$results/tables.md"
+
+real: setup
+	@cd "$(ROOT)"
+	"$$VENV/bin/python" examples/smollm2/real.py
 
 test: setup
 	@cd "$(ROOT)"

@@ -50,7 +50,7 @@ SHOWN = 4
 
 Record = dict[str, Any]
 """date, machine, runs: name -> Run. A Run has overrides, dtype, steps, minutes, curve (pairs of
-minutes and exact answers), and, for each evaluated set, before and after: see `measured`."""
+minutes and the share of right answers), and before and after: what `measured` returns."""
 
 
 def fast_dtype() -> str:
@@ -79,9 +79,9 @@ def train(name: str, dtype: str) -> Path:
 
 
 def measured(model: Path, config: Path, out: Path) -> dict[str, Any]:
-    """Evaluate a model on a config's held-out sets. Return, for each set: `exact`, the share of
-    responses that are the answer alone; `ends`, the share whose last number is the answer; `length`
-    in characters; and the first responses."""
+    """Evaluate a model on a config's held-out sets. Return, for each set: `right`, the share of
+    responses that the reward accepts; `alone`, the share that are the answer and nothing else;
+    `length`, the mean number of characters; and the first responses."""
     responses = out.with_suffix(".jsonl")
     if not responses.is_file():
         command("eval", model, "--config", config, "--out", out, "--responses", responses)
@@ -90,8 +90,8 @@ def measured(model: Path, config: Path, out: Path) -> dict[str, Any]:
     for one in dict.fromkeys(row["set"] for row in rows):
         own = [row for row in rows if row["set"] == one]
         found[one] = {
-            "exact": sum(row["reward"] == 1 for row in own) / len(own),
-            "ends": sum(last_number(row["response"]) == row["answer"] for row in own) / len(own),
+            "right": sum(row["reward"] == 1 for row in own) / len(own),
+            "alone": sum(row["response"].strip() == row["answer"] for row in own) / len(own),
             "length": sum(len(row["response"]) for row in own) / len(own),
             "first": [
                 {"question": question_of(row), "answer": row["answer"], "response": row["response"]}
@@ -99,10 +99,6 @@ def measured(model: Path, config: Path, out: Path) -> dict[str, Any]:
             ],
         }
     return found
-
-
-def last_number(text: str) -> str:
-    return (re.findall(r"-?\d+", text) or [""])[-1]
 
 
 def question_of(row: dict[str, Any]) -> str:
@@ -147,24 +143,26 @@ def write_page(record: Record) -> None:
 
 def page_lines(record: Record) -> Iterator[str]:
     yield f"{record['date']}, {record['machine']}.\n"
-    yield "| run | steps | minutes | mean lag | exact answers | ends with the answer | characters |"
+    yield "| run | steps | minutes | mean lag | right | the answer alone | characters |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for name, run in record["runs"].items():
         task = task_of(name)
         cells = [f"`{name}`", run["steps"], run["minutes"], run["lag"]]
-        cells += [change(run, task, key, "%") for key in ("exact", "ends")]
+        cells += [change(run, task, key, "%") for key in ("right", "alone")]
         cells += [change(run, task, "length")]
         yield "| " + " | ".join(map(str, cells)) + " |"
     yield "\nOn questions of a task that no run trained on (`letter_counting`):\n"
-    yield "| run | exact answers | ends with the answer | characters |"
+    yield "| run | right | the answer alone | characters |"
     yield "| --- | --- | --- | --- |"
     for name, run in record["runs"].items():
-        cells = [change(run, "untrained", key, "%") for key in ("exact", "ends")]
+        cells = [change(run, "untrained", key, "%") for key in ("right", "alone")]
         yield f"| `{name}` | " + " | ".join([*cells, change(run, "untrained", "length")]) + " |"
     for name, run in record["runs"].items():
         yield f"\nHeld-out questions of `{name}`:\n"
         yield "| question | answer | before | after |\n| --- | --- | --- | --- |"
-        pairs = zip(*(run[when][task_of(name)]["first"] for when in ("before", "after")), strict=True)
+        pairs = zip(
+            *(run[when][task_of(name)]["first"] for when in ("before", "after")), strict=True
+        )
         for one, other in pairs:
             texts = [one["question"], one["answer"], one["response"], other["response"]]
             yield "| " + " | ".join(f"`{flat(text)}`" for text in texts) + " |"
@@ -184,17 +182,17 @@ def flat(text: str) -> str:
 
 
 def draw(record: Record) -> None:
-    """Draw exact answers over time (600 x 300 pixels, SVG)."""
+    """Draw right answers over time (600 x 300 pixels, SVG)."""
     figure = Figure(figsize=(6.25, 3.125), facecolor="white", layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
     for name, run in record["runs"].items():
         style = "--" if name.endswith("_lora") else "-"
-        minutes, exact = zip(*run["curve"], strict=True)
+        minutes, right = zip(*run["curve"], strict=True)
         colour = COLOURS[task_of(name)]
-        axes.plot(minutes, exact, style, color=colour, marker="o", ms=3, label=name)
+        axes.plot(minutes, right, style, color=colour, marker="o", ms=3, label=name)
     axes.set_xlabel("minutes of training")
-    axes.set_ylabel("exact answers, held out")
+    axes.set_ylabel("right answers, held out")
     axes.set_ylim(0, 1)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)

@@ -1,5 +1,5 @@
-"""`make setup` takes Python 3.12 or nothing, and CPU torch where one is served; interpreters, pip and
-uv are stand-ins that write down what they were asked."""
+"""`make setup` takes Python 3.12 or nothing, and CPU torch where one is served; interpreters, pip
+and uv are stand-ins that write down what they were asked."""
 
 from __future__ import annotations
 

@@ -1,0 +1,120 @@
+"""The example that trains a real model: what it measures, and the page that it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "examples" / "smollm2" / "real.py"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    spec = importlib.util.spec_from_file_location("smollm2_real", FILE)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(which, question, answer, response, reward):
+    prompt = f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
+    shared = {"set": which, "prompt": prompt + "<|im_start|>assistant\n"}
+    return shared | {"answer": answer, "response": response, "reward": reward}
+
+
+@pytest.fixture
+def folder(example, monkeypatch, tmp_path):
+    """A finished run, on whose model `mar eval` writes the given responses."""
+    responses = {
+        "generated": [
+            row("chain_sum", "3 + 4 =", "7", "It is 8 | so.", 0.0),
+            row("chain_sum", "5 - 9 =", "-4", "The answer is -4", 1.0),
+            row("untrained", 'How many "a" in banana?', "3", "`2`", 0.0),
+        ],
+        "hf": [
+            row("chain_sum", "3 + 4 =", "7", " 7\n", 1.0),
+            row("chain_sum", "5 - 9 =", "-4", "-4", 1.0),
+            row("untrained", 'How many "a" in banana?', "3", "", 0.0),
+        ],
+    }
+
+    def command(*words):
+        which = "hf" if Path(words[1]).name == "hf" else "generated"
+        lines = [json.dumps(one) for one in responses[which]]
+        Path(words[words.index("--responses") + 1]).write_text("\n".join(lines))
+
+    monkeypatch.setattr(example, "command", command)
+    run = tmp_path / "chain_sum"
+    run.mkdir()
+    rows = [{"step": step, "time": 1000.0 + 60 * step, "lag/mean": 1.0} for step in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    evaluations = [
+        {"version": version, "time": 1000.0 + 60 * version, "set": name, "pass_at": {"1": share}}
+        for version, name, share in ((0, "chain_sum", 0.25), (0, "x", 0.0), (3, "chain_sum", 0.75))
+    ]
+    (run / "eval.jsonl").write_text("".join(json.dumps(one) + "\n" for one in evaluations))
+    return run
+
+
+def test_a_result_has_the_curve_of_the_task_and_shares_before_and_after(example, folder):
+    result = example.result_of("chain_sum", folder, "bfloat16")
+    assert result["curve"] == [[0.0, 0.25], [3.0, 0.75]]
+    assert (result["steps"], result["minutes"], result["lag"]) == (3, 3.0, 1.0)
+    before, after = result["before"]["chain_sum"], result["after"]["chain_sum"]
+    assert (before["right"], before["alone"]) == (0.5, 0.0)
+    assert (after["right"], after["alone"], after["length"]) == (1.0, 1.0, 2.5)
+    assert before["first"][0] == {
+        "question": "3 + 4 =",
+        "answer": "7",
+        "response": "It is 8 | so.",
+    }
+
+
+def test_the_page_shows_changes_and_responses_as_cells(example, folder):
+    result = example.result_of("chain_sum", folder, "bfloat16")
+    record = {"date": "2031-05-06", "machine": "an abacus", "runs": {"chain_sum": result}}
+    lines = list(example.page_lines(record))
+    assert "| `chain_sum` | 3 | 3.0 | 1.0 | 50% → 100% | 0% → 100% | 14 → 2 |" in lines
+    assert "| `chain_sum` | 0% → 0% | 0% → 0% | 3 → 0 |" in lines
+    assert "| `3 + 4 =` | `7` | `It is 8 / so.` | `7` |" in lines
+
+
+def test_a_run_that_has_finished_is_not_trained_again(example, monkeypatch, tmp_path):
+    monkeypatch.setattr(example, "FOLDER", tmp_path)
+    asked = []
+    monkeypatch.setattr(example, "command", lambda *words: asked.append(words))
+    example.train("products_lora", "bfloat16")
+    ((verb, config, *overrides),) = asked
+    assert (verb, Path(config).name) == ("train", "smollm2_products_cpu.yaml")
+    assert overrides[:2] == [f"run.dir={tmp_path / 'products_lora'}", "model.dtype=bfloat16"]
+    assert "policy.lora={rank: 16}" in overrides
+    (tmp_path / "products_lora" / "hf").mkdir(parents=True)
+    (tmp_path / "products_lora" / "hf" / "config.json").write_text("{}")
+    example.train("products_lora", "bfloat16")
+    assert len(asked) == 1
+
+
+def test_the_page_is_made_from_the_stored_record(example):
+    if not example.RECORD.is_file():
+        pytest.skip("no run is recorded")
+    text, record = example.PAGE.read_text(), json.loads(example.RECORD.read_text())
+    within = text.partition(example.BEGIN)[2].partition(example.END)[0]
+    assert within == "\n".join(example.page_lines(record)) + "\n"
+
+
+def test_both_configs_differ_only_in_their_task(example):
+    first, second = (
+        yaml.safe_load((ROOT / "examples" / f"smollm2_{task}_cpu.yaml").read_text())
+        for task in ("chain_sum", "products")
+    )
+    text = json.dumps(first).replace("chain_sum", "products")
+    other = json.loads(text)
+    other["data"]["generate"]["options"] = second["data"]["generate"]["options"]
+    assert other == second
