@@ -44,29 +44,32 @@ fi
 python="$(find_python)"
 echo "Setting up $VENV with $("$python" --version) (once, a few minutes)"
 "$python" -m venv --clear "$VENV"
+trap 'exit 130' INT # a Ctrl-C that pip handles must not lead to the next step
+trap 'exit 143' TERM
 pip=("$VENV/bin/python" -m pip -qq --disable-pip-version-check --no-input install --no-deps --progress-bar off)
-uv=("$VENV/bin/python" -m uv pip install --quiet --no-deps --python "$VENV/bin/python" --index-strategy unsafe-best-match)
-
-# uv fetches and unpacks in parallel, which pip does not, but reads none of pip's settings.
-settings="$("$VENV/bin/python" -m pip config list 2>/dev/null || true)"
-like_pip() { # set a variable of uv, unless it is set, to what pip is configured with
-  local value
-  value="$(sed -nE "s/^(:env:|global|install)\.$2='(.*)'\$/\2/; T; s/\\\\n/ /g; p; q" <<<"$settings")"
-  [[ -z "$value" || -n "${!1:-}" ]] || export "$1=$value"
+# uv fetches and unpacks in parallel, which pip does not. Its cache is on the environment's file system, so that files are linked
+# instead of copied, and goes at the end.
+cache="$VENV/.uv-cache"
+uv=("$VENV/bin/python" -m uv pip install --quiet --no-deps --python "$VENV/bin/python" --index-strategy unsafe-best-match --cache-dir "$cache")
+[[ -n "${PIP_NO_COMPILE:-}" ]] || uv+=(--compile-bytecode)
+with_uv() { # whether uv can replace pip here: it is installed, and pip has no setting that it lacks
+  "${pip[@]}" "$(grep '^uv==' requirements/cpu.txt)" || return
+  local variables
+  variables="$("$VENV/bin/python" -m pip config list | "$VENV/bin/python" launchers/uv_settings.py)" || return
+  local line
+  while IFS= read -r line; do
+    [[ -z "$line" ]] || export "${line?}"
+  done <<<"$variables"
 }
-like_pip UV_DEFAULT_INDEX index-url
-like_pip UV_INDEX extra-index-url
-like_pip UV_FIND_LINKS find-links
-like_pip UV_CONSTRAINT constraint
-like_pip SSL_CERT_FILE cert
-
-have_uv="$("${pip[@]}" "$(grep '^uv==' requirements/cpu.txt)" >"$VENV/uv.log" 2>&1 && echo yes || true)"
 install() {
-  if [[ -n "$have_uv" ]] && "${uv[@]}" "$@" >>"$VENV/uv.log" 2>&1; then
-    return
+  if [[ -n "${uv:-}" ]]; then
+    "${uv[@]}" "$@" >>"$VENV/uv.log" 2>&1 && return
+    echo "uv failed (its words: $VENV/uv.log); continuing with pip, which takes longer"
+    uv=()
   fi
-  "${pip[@]}" "$@" # pip's words are the ones to show
+  "${pip[@]}" "$@"
 }
+with_uv 2>"$VENV/uv.log" || uv=()
 torch="$(grep '^torch==' requirements/cpu.txt)"
 from_cpu_index=(--index-url "$TORCH_CPU_INDEX")
 quickly=(--timeout 10 --retries 1) # an index that is out of reach must not hold up the set-up
@@ -76,7 +79,7 @@ served() { # torch's CPU build, by pip's own sources or with more arguments; not
 if served; then
   install "$torch"
 elif served "${quickly[@]}" "${from_cpu_index[@]}"; then
-  install "${from_cpu_index[@]}" "$torch"
+  "${pip[@]}" "${from_cpu_index[@]}" "$torch" # a variable of uv for the index would precede this option
 else
   cat <<MESSAGE
 $torch is served neither by what pip is configured with nor by $TORCH_CPU_INDEX (pip's words: $VENV/torch.log).
@@ -85,10 +88,11 @@ about 2.1 GB more to fetch and 3 GB more on disk. TORCH_CPU_INDEX=URL names a mi
 MESSAGE
   install "${torch%+cpu}" -r requirements/nvidia.txt
 fi
-grep -v '^torch==' requirements/cpu.txt >"$VENV/others.txt"
+grep -vE '^(torch|uv)==' requirements/cpu.txt >"$VENV/others.txt"
 install -r "$VENV/others.txt" "${dev[@]}"
 # Optional: one package is compiled, and a machine may have no compiler.
 install -r requirements/tasks.txt ||
   echo "setup: reasoning-gym is not installed (its package pycosat needs a C compiler); data.train: reasoning_gym:TASK needs it."
 install --no-build-isolation --editable .
+rm -rf "$cache"
 pwd > "$ready"

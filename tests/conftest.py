@@ -26,12 +26,15 @@ from tests.cases import same_numbers
 from tests.durations import Recorder, longest_first, stored
 from tests.thorough import THOROUGH, examples
 
-# A shell's background jobs ignore Ctrl-C, and those of nohup a hang-up. The programs that tests
-# interrupt would inherit that, and never end.
+# A shell's background jobs ignore Ctrl-C, and those of nohup a hang-up. Programs that tests
+# interrupt would inherit that, and never end. A handler, which no program inherits, ignores them
+# here instead.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
     if signal.getsignal(_number) is signal.SIG_IGN:
-        _default = signal.SIG_DFL if _number != signal.SIGINT else signal.default_int_handler
-        signal.signal(_number, _default)
+        _interrupts = _number == signal.SIGINT
+        signal.signal(
+            _number, signal.default_int_handler if _interrupts else lambda number, frame: None
+        )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")  # as the launcher does
 settings.register_profile(

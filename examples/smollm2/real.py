@@ -5,8 +5,9 @@ CPU cores; measure what each run learned and forgot; write the results to docs/r
     python examples/smollm2/real.py --only chain_sum   one run
     python examples/smollm2/real.py --page             write the page again from real.json
 
-`make real` runs the first command. A run takes up to an hour, resumes if it was interrupted, and is
-left as it is once it has finished. The results are in `real.json` next to this file.
+`make real` runs the first command. An interrupted run continues from its newest checkpoint (every
+20 steps, and after Ctrl-C), and a finished run is left as it is. The results are in `real.json`
+next to this file.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from megatron_async_rl.metrics.log import read_evaluations, read_metrics
+from megatron_async_rl.report.run_data import read_config
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -49,7 +53,7 @@ SHOWN = 4
 """Number of held-out questions that the page shows with the responses before and after."""
 
 Record = dict[str, Any]
-"""date, machine, runs: name -> Run. A Run has overrides, dtype, steps, minutes, curve (pairs of
+"""runs: name -> Run. A Run has date, machine, overrides, dtype, steps, minutes, curve (pairs of
 minutes and the share of right answers), and before and after: what `measured` returns."""
 
 
@@ -107,29 +111,28 @@ def question_of(row: dict[str, Any]) -> str:
     return found[1] if found else str(row["prompt"])
 
 
-def result_of(name: str, folder: Path, dtype: str) -> dict[str, Any]:
+def result_of(name: str, folder: Path) -> dict[str, Any]:
     rows = read_metrics(folder)
     evaluations = [one for one in read_evaluations(folder) if one["set"] == task_of(name)]
-    begin = evaluations[0]["time"]
-    own = folder / "config.yaml"
+    # The sum of the steps, without pauses between starts.
+    minutes = dict(enumerate(accumulate((row["time/step_s"] / 60 for row in rows), initial=0.0)))
     return {
+        "date": datetime.date.fromtimestamp(rows[-1]["time"]).isoformat(),
+        "machine": machine(),
         "overrides": list(RUNS[name][1]),
-        "dtype": dtype,
+        "dtype": read_config(folder)["model"]["dtype"],
         "steps": len(rows),
-        "minutes": round((rows[-1]["time"] - begin) / 60, 1),
+        "minutes": round(minutes[len(rows)], 1),
         "lag": round(sum(row["lag/mean"] for row in rows) / len(rows), 2),
-        "curve": [
-            [round((one["time"] - begin) / 60, 2), one["pass_at"]["1"]] for one in evaluations
-        ],
-        "before": measured(MODEL, own, folder / "before.json"),
-        "after": measured(folder / "hf", own, folder / "after.json"),
+        "curve": [[round(minutes[one["version"]], 2), one["pass_at"]["1"]] for one in evaluations],
+        "before": measured(MODEL, folder / "config.yaml", folder / "before.json"),
+        "after": measured(folder / "hf", folder / "config.yaml", folder / "after.json"),
     }
 
 
 def machine() -> str:
-    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     amx = " with AMX" if fast_dtype() == "bfloat16" else ""
-    return f"{len(names)} cores, {names[0]}{amx}" if names else "unknown"
+    return f"{len(os.sched_getaffinity(0))} CPU cores{amx}"
 
 
 def write_page(record: Record) -> None:
@@ -138,12 +141,20 @@ def write_page(record: Record) -> None:
     _, _, after = rest.partition(END)
     lines = "\n".join(page_lines(record))
     PAGE.write_text(before + BEGIN + lines + "\n" + END + after, encoding="utf-8")
-    draw(record)
+    if record["runs"]:
+        draw(record)
 
 
 def page_lines(record: Record) -> Iterator[str]:
-    yield f"{record['date']}, {record['machine']}.\n"
-    yield "| run | steps | minutes | mean lag | right | the answer alone | characters |"
+    if not record["runs"]:
+        yield "No run is recorded."
+        return
+    yield f"![right answers over time]({FIGURE.name})\n"
+    yield "| run | date, machine, `model.dtype` |\n| --- | --- |"
+    for name, run in record["runs"].items():
+        overrides = "".join(f", `{one}`" for one in run["overrides"])
+        yield f"| `{name}`{overrides} | {run['date']}, {run['machine']}, `{run['dtype']}` |"
+    yield "\n| run | steps | minutes | mean lag | right | the answer alone | characters |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for name, run in record["runs"].items():
         task = task_of(name)
@@ -215,13 +226,11 @@ def main() -> None:
         subprocess.run([sys.executable, HERE / "prepare.py"], check=True)
         dtype = fast_dtype()
         for name in options.only:
-            result = result_of(name, train(name, dtype), dtype)
-            record["runs"][name] = result
+            record["runs"][name] = result_of(name, train(name, dtype))
             record["runs"] = {one: record["runs"][one] for one in RUNS if one in record["runs"]}
-            record |= {"date": datetime.date.today().isoformat(), "machine": machine()}
             RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     write_page(record)
-    print(f"wrote {PAGE} and {FIGURE}")
+    print(f"wrote {PAGE}")
 
 
 if __name__ == "__main__":

@@ -53,10 +53,14 @@ def folder(example, monkeypatch, tmp_path):
     monkeypatch.setattr(example, "command", command)
     run = tmp_path / "chain_sum"
     run.mkdir()
-    rows = [{"step": step, "time": 1000.0 + 60 * step, "lag/mean": 1.0} for step in (1, 2, 3)]
+    rows = [
+        {"step": step, "time": 1e9 + 3600 * step, "time/step_s": 60.0, "lag/mean": 1.0}
+        for step in (1, 2, 3)
+    ]
+    (run / "config.yaml").write_text("model: {dtype: bfloat16}\n")
     (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     evaluations = [
-        {"version": version, "time": 1000.0 + 60 * version, "set": name, "pass_at": {"1": share}}
+        {"version": version, "time": 1e9, "set": name, "pass_at": {"1": share}}
         for version, name, share in ((0, "chain_sum", 0.25), (0, "x", 0.0), (3, "chain_sum", 0.75))
     ]
     (run / "eval.jsonl").write_text("".join(json.dumps(one) + "\n" for one in evaluations))
@@ -64,9 +68,10 @@ def folder(example, monkeypatch, tmp_path):
 
 
 def test_a_result_has_the_curve_of_the_task_and_shares_before_and_after(example, folder):
-    result = example.result_of("chain_sum", folder, "bfloat16")
+    result = example.result_of("chain_sum", folder)
     assert result["curve"] == [[0.0, 0.25], [3.0, 0.75]]
     assert (result["steps"], result["minutes"], result["lag"]) == (3, 3.0, 1.0)
+    assert (result["date"], result["dtype"]) == ("2001-09-09", "bfloat16")
     before, after = result["before"]["chain_sum"], result["after"]["chain_sum"]
     assert (before["right"], before["alone"]) == (0.5, 0.0)
     assert (after["right"], after["alone"], after["length"]) == (1.0, 1.0, 2.5)
@@ -78,9 +83,10 @@ def test_a_result_has_the_curve_of_the_task_and_shares_before_and_after(example,
 
 
 def test_the_page_shows_changes_and_responses_as_cells(example, folder):
-    result = example.result_of("chain_sum", folder, "bfloat16")
-    record = {"date": "2031-05-06", "machine": "an abacus", "runs": {"chain_sum": result}}
-    lines = list(example.page_lines(record))
+    result = example.result_of("chain_sum", folder)
+    result["machine"] = "an abacus"
+    lines = list(example.page_lines({"runs": {"chain_sum": result}}))
+    assert "| `chain_sum` | 2001-09-09, an abacus, `bfloat16` |" in lines
     assert "| `chain_sum` | 3 | 3.0 | 1.0 | 50% → 100% | 0% → 100% | 14 → 2 |" in lines
     assert "| `chain_sum` | 0% → 0% | 0% → 0% | 3 → 0 |" in lines
     assert "| `3 + 4 =` | `7` | `It is 8 / so.` | `7` |" in lines
@@ -102,9 +108,8 @@ def test_a_run_that_has_finished_is_not_trained_again(example, monkeypatch, tmp_
 
 
 def test_the_page_is_made_from_the_stored_record(example):
-    if not example.RECORD.is_file():
-        pytest.skip("no run is recorded")
-    text, record = example.PAGE.read_text(), json.loads(example.RECORD.read_text())
+    text = example.PAGE.read_text()
+    record = json.loads(example.RECORD.read_text()) if example.RECORD.is_file() else {"runs": {}}
     within = text.partition(example.BEGIN)[2].partition(example.END)[0]
     assert within == "\n".join(example.page_lines(record)) + "\n"
 

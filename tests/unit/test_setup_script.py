@@ -11,13 +11,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("bash", "cat", "cp", "cut", "dirname", "grep", "mkdir", "realpath", "sed", "sha256sum")
+TOOLS = (
+    "bash",
+    "cat",
+    "cp",
+    "cut",
+    "dirname",
+    "grep",
+    "mkdir",
+    "realpath",
+    "rm",
+    "sed",
+    "sha256sum",
+)
 INTERPRETER = """#!{bash}
 echo "$0 $*" >> {asked}
 case "$*" in
-  *"-m uv"*) echo "index $UV_DEFAULT_INDEX, others $UV_INDEX, $UV_FIND_LINKS" >> {asked}.uv ;;&
+  *"-m uv"*) others="${{UV_INDEX:-}}, ${{UV_FIND_LINKS:-}}"
+    echo "index ${{UV_DEFAULT_INDEX:-}}, others $others" >> {asked}.uv ;;&
   *"-m uv"*) [[ -z "${{BROKEN_UV:-}}" ]] || exit 2 ;;&
   *"config list") echo "${{PIP_SETTINGS:-}}" ;;
+  launchers/uv_settings.py) exec {real} "$@" ;;
+  *" uv=="*) [[ -z "${{NO_UV:-}}" ]] ;;
+  *"torch=="*) [[ -z "${{INTERRUPTED:-}}" ]] || {{ kill -INT $PPID; exit 1; }} ;;&
   -c*) exec {real} -c "import sys; sys.version_info = ({numbers}); exec(sys.argv[1])" "$2" ;;
   --version) echo "Python {version}.0" ;;
   "-m venv"*) mkdir -p "$VENV/bin"; cp "$0" "$VENV/bin/python" ;;
@@ -149,18 +165,21 @@ def test_every_requirement_but_torch_is_installed_at_once(machine: Machine) -> N
     (line,) = (one for one in machine.installs() if "others.txt" in one)
     assert line.endswith(f"-r {machine.folder}/venv/others.txt -r requirements/dev.txt")
     installed = (machine.folder / "venv" / "others.txt").read_text().splitlines()
-    assert installed == [one for one in lock if not one.startswith("torch==")]
+    assert installed == [one for one in lock if not one.startswith(("torch==", "uv=="))]
 
 
 def test_uv_installs_from_where_pip_is_told_to(machine: Machine) -> None:
     machine.has("bin/python3.12", "3.12", served="configured")
-    settings = """:env:.find-links='/wheels'
+    settings = """:env:.find-links='/wheels /more'
+download.no-index='1'
 global.extra-index-url='\\nhttp://one\\nhttp://two'
 global.find-links='/other'
-global.index-url='http://mirror/simple'"""
-    assert machine.set_up(PIP_SETTINGS=settings, UV_INDEX="").returncode == 0
+global.index-url='http://global/simple'
+global.timeout='9'
+install.index-url="http://it's/simple\""""
+    assert machine.set_up(PIP_SETTINGS=settings).returncode == 0
     said = Path(f"{machine.asked}.uv").read_text().splitlines()
-    assert set(said) == {"index http://mirror/simple, others  http://one http://two, /wheels"}
+    assert set(said) == {"index http://it's/simple, others http://one http://two, /wheels,/more"}
     assert not any("-m pip" in line for line in machine.installs() if "uv==" not in line)
 
 
@@ -171,14 +190,35 @@ def test_a_variable_of_uv_precedes_pips_setting(machine: Machine) -> None:
     assert "index http://own," in Path(f"{machine.asked}.uv").read_text()
 
 
-def test_where_uv_fails_pip_installs(machine: Machine) -> None:
+@pytest.mark.parametrize("setting", ["no-index='true'", "trusted-host='here'"])
+def test_pip_installs_if_it_has_a_setting_that_uv_lacks(machine: Machine, setting: str) -> None:
     machine.has("bin/python3.12", "3.12", served="configured")
-    assert machine.set_up(BROKEN_UV="yes").returncode == 0
+    assert machine.set_up(PIP_SETTINGS=f"global.{setting}").returncode == 0
+    assert "-m uv" not in machine.asked.read_text()
+    assert (
+        f"pip's setting {setting.partition('=')[0]}"
+        in (machine.folder / "venv" / "uv.log").read_text()
+    )
+
+
+@pytest.mark.parametrize("missing", ["BROKEN_UV", "NO_UV"])
+def test_where_uv_fails_or_is_not_served_pip_installs(machine: Machine, missing: str) -> None:
+    machine.has("bin/python3.12", "3.12", served="configured")
+    done = machine.set_up(**{missing: "yes"})
+    assert done.returncode == 0
+    assert ("uv failed (its words:" in done.stdout) == (missing == "BROKEN_UV")
     asked = [one for one in machine.asked.read_text().splitlines() if "--dry-run" not in one]
+    assert sum("-m uv pip" in one for one in asked) == (1 if missing == "BROKEN_UV" else 0)
     for what in ("torch==", "others.txt", "tasks.txt", "--editable ."):
-        by_uv, by_pip = (one for one in asked if what in one)
-        assert "-m uv pip install" in by_uv
-        assert "-m pip -qq" in by_pip
+        assert any("-m pip -qq" in one and what in one for one in asked)
+
+
+def test_an_interruption_that_pip_handles_ends_the_set_up(machine: Machine) -> None:
+    machine.has("bin/python3.12", "3.12", served="configured")
+    done = machine.set_up(INTERRUPTED="yes")
+    assert done.returncode == 130
+    assert "others.txt" not in machine.asked.read_text()
+    assert not list((machine.folder / "venv").glob(".ready-*"))
 
 
 def test_a_requirement_that_cannot_be_had_ends_the_set_up(machine: Machine) -> None:
