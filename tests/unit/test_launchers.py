@@ -229,6 +229,7 @@ def test_a_ray_that_has_died_is_started_again_before_the_run(machine: Machine) -
     [mar] = (one for one in psutil.Process(process.pid).children() if "mar" in one.cmdline()[1])
     [ray] = (one for one in psutil.Process(process.pid).children() if one != mar)
     ray.kill()
+    ray.wait(timeout=600)  # until the launcher has collected it, it counts as running
     mar.terminate()
     said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
