@@ -36,7 +36,10 @@ def same_numbers() -> None:
     """Make draws without a separate generator independent of the tests and cases before."""
     random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
+        # Before CUDA is in use, torch.manual_seed would keep every seed with its traceback.
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
 
 
 def looped(

@@ -12,6 +12,7 @@ which are one process, run at the same time. Tests that start engines and ranks 
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 from tests.cases import same_numbers
@@ -45,6 +47,18 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("shared-cores")
+
+
+@functools.cache
+def _built(app: typer.Typer, _commands: tuple[Any, ...]) -> Any:
+    return typer.main.get_command(app)
+
+
+# CliRunner builds all commands of `mar` at each call, which takes longer than most of them. The
+# second argument distinguishes an app to which a test has added a command.
+typer.testing._get_command = lambda app: _built(  # type: ignore[attr-defined]
+    app, tuple(command.callback for command in app.registered_commands)
+)
 
 
 LAYOUTS = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib.util
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -282,5 +283,11 @@ def _vllm_source(file: str) -> list[ast.stmt]:
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         source = Path(folder) / file
         if source.is_file():
-            return ast.parse(source.read_text(encoding="utf-8")).body
+            return _statements(source)
     return []
+
+
+@functools.cache
+def _statements(source: Path) -> list[ast.stmt]:
+    # Cached: vLLM's files are long, and a command that tries several plans reads them for each.
+    return ast.parse(source.read_text(encoding="utf-8")).body

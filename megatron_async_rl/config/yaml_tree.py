@@ -15,6 +15,8 @@ Invariants:
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -78,6 +80,13 @@ class YamlDocument:
 def read_document(text: str, *, comments: bool = True) -> YamlDocument:
     """Return the tree in `text`; its value is None if the text is empty. With `comments=False`, a
     comment is refused, because it would drop a part of the text. Raises YamlFault."""
+    # Callers edit what they get.
+    return copy.deepcopy(_document(text, comments))
+
+
+@functools.lru_cache(maxsize=32)
+def _document(text: str, comments: bool) -> YamlDocument:
+    # Cached: a command reads its config several times, and PyYAML takes milliseconds for each.
     loader = None
     try:
         loader = (_Composer if comments else _NoComments)(text)
