@@ -30,7 +30,7 @@ from megatron_async_rl.metrics.log import MetricsLog
 from megatron_async_rl.metrics.weight_log import WeightLog
 from megatron_async_rl.policy.digested_folder import StoredBlock, StoredFile, described
 from megatron_async_rl.samples.types import Prompt, Sample
-from tests.logged_samples import row
+from tests.logged_samples import rows
 from tests.written_run import config_tree, write_model
 
 STEPS, GROUPS, SIZE, LENGTH = 12, 4, 4, 12
@@ -106,9 +106,10 @@ def write_healthy_run(folder: Path, altered: Alterations | None = None) -> Path:
                 for k in range(SIZE)
             ]
             members = altered.group(members, step)
-            for one in members:
-                log.finished(row(one, group))
-            batch.append([row(one, group) for one in members])
+            made = rows(members, group)
+            for one in made:
+                log.finished(one)
+            batch.append(made)
             samples += members
         log.trained(list(groups), batch, step)
         lag0.log(step, **_differences(samples, step, altered))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +18,13 @@ STEPS, GROUP = 5, 4
 Change = Callable[[Sample], Sample]
 
 
+def rows(samples: Sequence[Sample], group: int) -> list[SampleRow]:
+    """Return the samples as rows of one batch, which takes as long as a batch of one."""
+    return rows_of(batch_of(samples, [group] * len(samples)))
+
+
 def row(sample: Sample, group: int = 0) -> SampleRow:
-    return rows_of(batch_of([sample], [group]))[0]
+    return rows([sample], group)[0]
 
 
 def sample(group: int, k: int, change: Change = lambda one: one) -> Sample:
@@ -51,9 +56,10 @@ def logged_run(run_dir: Path, change: Change = lambda one: one) -> Path:
         samples = tuple(sample(group, k, change) for k in range(GROUP))
         samples = tuple(replace(one, prompt=samples[0].prompt) for one in samples)
         log.admitted(group, group + 1)
-        for one in samples:
-            log.finished(row(one, group))
+        made = rows(samples, group)
+        for one in made:
+            log.finished(one)
         if group < STEPS:
-            log.trained([group], [[row(one, group) for one in samples]], group + 1)
+            log.trained([group], [made], group + 1)
     log.close()
     return run_dir
