@@ -313,3 +313,12 @@ def test_every_product_of_a_layer_adds_its_gradient_to_megatrons_buffers(built, 
     assert local["into_gradients"] == []
     assert set(fused["settings"].values()) == {True}
     assert set(local["settings"].values()) == {False}
+
+
+def test_layers_of_transformer_engine_add_gradients_to_megatrons_buffers() -> None:
+    """Only modules that have the setting: the others' attributes are their own."""
+    chunk = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    chunk[0].fuse_wgrad_accumulation = False
+    LAYERS["transformer_engine"].finish(chunk)
+    assert chunk[0].fuse_wgrad_accumulation is True
+    assert not hasattr(chunk[1], "fuse_wgrad_accumulation")

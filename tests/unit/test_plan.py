@@ -17,6 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -1861,3 +1862,9 @@ def test_numbers_are_shown_in_the_largest_unit_that_they_reach():
         "100",
         "12,346",
     ]
+
+
+def test_processes_that_tried_the_reward_end_with_the_plan(file: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    assert not plan(file, "rollout.reward={name: math}").problems
+    assert set(psutil.Process().children(recursive=True)) <= before

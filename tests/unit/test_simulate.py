@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE
+from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.report.panels import simulation
 from megatron_async_rl.report.run_data import read_run
@@ -28,6 +30,7 @@ from megatron_async_rl.samples import frames, segments
 from megatron_async_rl.samples.columns import LOGGED, batch_of
 from megatron_async_rl.samples.frames import OPEN, FrameWriter
 from megatron_async_rl.samples.types import Prompt, Sample
+from megatron_async_rl.simulate import choose
 from megatron_async_rl.simulate import rates as module
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import part_of
@@ -320,6 +323,24 @@ def mar(*arguments: str) -> tuple[int, str]:
     done = CliRunner().invoke(cli.app, ["simulate", *arguments])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.output
+
+
+@pytest.mark.parametrize(("engines", "machines"), [(4, 0), (5, 1), (12, 1), (13, 2)])
+def test_engines_beyond_the_machines_of_the_ranks_have_machines_of_their_own(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, engines: int, machines: int
+) -> None:
+    planned: list[Machine] = []
+    monkeypatch.setattr(
+        choose,
+        "make_plan",
+        lambda config, machine, shape: planned.append(machine) or SimpleNamespace(problems=[]),
+    )
+    engine = [f"rollout.engines={engines}", "rollout.tensor=1"]
+    config = load(recipe, ["policy.parallel={ranks: 4}", *engine])
+    shape, _ = read_model(config.model.path)
+    assert shape is not None
+    choose.require_plan(config, shape, replace(HARDWARE, gpus_per_machine=8))
+    assert [(one.nodes, one.engine_nodes) for one in planned] == [(1, machines)]
 
 
 def test_the_command_divides_gpus_and_draws_what_it_tried(recipe: Path, tmp_path: Path) -> None:

@@ -118,10 +118,12 @@ def test_auto_does_not_leave_a_gpu_idle_that_nvidia_smi_does_not_list(
 
 def test_a_gpu_that_is_released_soon_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was just killed may still have it."""
-    monkeypatch.setattr(nodes, "POLL_S", 0.0)
+    waits: list[float] = []
+    monkeypatch.setattr(nodes.time, "sleep", waits.append)
     used = iter([60 * GIB, 60 * GIB, 0])
     last = until_free(lambda: (Gpu("H100", 80 * GIB, used=next(used)),), 600)
     assert [gpu.used for gpu in last] == [0]
+    assert waits == [nodes.POLL_S] * 2
 
 
 def unfit(**report: Any) -> list[str]:

@@ -156,7 +156,7 @@ class BoundReward:
     """Names in CONTEXT that the function takes."""
     batched: bool = False
     of_groups: bool = False
-    asynchronous: bool = False
+    asynchronous: bool
 
     @property
     def of_several(self) -> bool:
