@@ -22,6 +22,7 @@ from megatron_async_rl.rollout import rewards
 from megatron_async_rl.rollout.rewards import registry
 from megatron_async_rl.rollout.rewards.answers import evaluate
 from megatron_async_rl.rollout.rewards.registry import (
+    ColumnError,
     RewardContext,
     RewardError,
     RewardItem,
@@ -547,3 +548,13 @@ def test_the_examples_in_the_documentation_are_valid_rewards(
     group = [replace(item, response=one) for one in ("a cat", "a dog", "a cat")]
     unlike = call(load_reward("group_rewards:unlike"), group, 1.0)
     assert [one.reward for one in unlike] == [0.5, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "countdown", "math"])
+def test_a_null_in_a_row_is_named_before_its_value_is_checked(name: str) -> None:
+    needed = required_fields(name, {})
+    assert needed
+    for column in needed:
+        with pytest.raises(ColumnError, match="is null") as error:
+            validate_row(name, {}, dict.fromkeys(needed, "1") | {column: None})
+        assert error.value.column == column
