@@ -18,6 +18,7 @@ from megatron_async_rl.config.keys import (
     elsewhere,
     is_list,
     is_method,
+    is_named,
     method_homes,
     method_name,
     models_at,
@@ -181,24 +182,26 @@ def _choose(given: str, names: Sequence[str]) -> str:
 
 
 def _expected(parts: Sequence[str | int], tree: Mapping[str, Any]) -> str:
-    """Return a description of the values that the key accepts. An entry of a list has the
-    description of the list."""
+    """Return a description of the values that the key accepts."""
     *section, last = parts
-    # An entry of a list of numbers has no model, so use the description of its list.
-    if isinstance(last, int) and not models_at(parts, tree):
+    is_entry = isinstance(last, int)
+    if is_entry:  # the schema describes a list, not its entries
         *section, last = section
     models = models_at(section, tree)
     field = next(
         (model.model_fields[str(last)] for model in models if str(last) in model.model_fields), None
     )
-    if field is None:
-        return "a section" if models_at(parts, tree) else "something else"
-    inner = models_in(field.annotation)
+    if field is None:  # an entry of a mapping, with a name that the user chose
+        return f"a section with the keys {', '.join(valid_keys(models_at(parts, tree)))}"
+    inner, many = models_in(field.annotation), is_list(field.annotation) and not is_entry
     if is_method(inner):
         names = ", ".join(str(method_name(model)) for model in inner)
-        return f"a list of: {names}" if is_list(field.annotation) else f"one of: {names}"
+        return f"a list of: {names}" if many else f"one of: {names}"
     if inner:
-        return f"a section with the keys {', '.join(valid_keys(inner))}"
+        keys = f"with the keys {', '.join(valid_keys(inner))}"
+        if is_named(field.annotation):
+            return f"a mapping of names to sections {keys}"
+        return f"a list of sections {keys}" if many else f"a section {keys}"
     kind = describe(field)
     meaning = " ".join((field.description or "").split()).rstrip(".")
     return f"{kind} ({meaning})" if meaning and len(meaning) < 100 else kind

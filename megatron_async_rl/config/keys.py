@@ -34,10 +34,6 @@ class ConfigKey:
     key: str
     field: FieldInfo
 
-    @property
-    def takes(self) -> str:
-        return describe(self.field)
-
 
 def walk(
     model: type[Strict] = Config, prefix: str = ""

@@ -63,7 +63,7 @@ def judge(case: Case) -> CaseResult:
         return CaseResult(case.case, method, math.nan, "; ".join(invalid))
     except ValueError as error:
         return CaseResult(case.case, method, math.nan, _line(error))
-    # A plug-in's method is user code, and its error must fail only this case.
+    # Any other error of a method must fail only this case, too.
     except (
         TypeError,
         LookupError,

@@ -246,12 +246,10 @@ def micro_batch(whole: TokenBatch, dtype: torch.dtype) -> TokenBatch:
 
 
 def _decided(name: str, case: Case, params: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return the scalars that the loss `name` decides from the whole batch, by metric name. Raises
-    ValueError for a loss that decides nothing."""
+    """Return the scalars that the loss `name` decides from the whole batch, by metric name."""
     settings: Any = settings_of("loss", name, params)
     decide = method_of(settings).decide
-    if decide is None:
-        raise ValueError(f"loss {name} decides nothing from the whole batch")
+    assert decide is not None, name
     return decide(batch_of(case), settings).scalars
 
 
@@ -279,6 +277,8 @@ def _ess(case: Case) -> dict[str, float]:
 def _ess_log_weights(case: Case) -> dict[str, float]:
     """Return the ESS of the log-weights in `inputs`. The parameter `shape` describes how they were
     generated and is not a setting."""
+    if "log_weights" not in case.inputs:
+        raise ValueError("inputs.log_weights is missing")
     return _of_log_weights(
         case.inputs["log_weights"],
         {key: value for key, value in case.params.items() if key != "shape"},

@@ -37,6 +37,7 @@ def fix_of(folder: Path, override: str) -> str:
         ("objective.loss=tis", "tis is a value of `objective.corrections`"),
         ("objective.advantage=gac", "gac is a value of `controls`"),
         ("objective.loss=peft", "use `policy.lora`"),
+        ("objective.loss=dpo", "training on pairs of responses is not supported"),
         ("model.lora={rank: 8}", "set it as `policy.lora`"),
         ("policy.lora={target_modules: [q_proj]}", "use `policy.lora.targets`"),
         ("objective.kl_coef=0.1", "use `objective.kl.coef`"),

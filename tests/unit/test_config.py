@@ -67,6 +67,16 @@ def problem(file: Path, *overrides: str) -> Problem:
     return caught.value.problems[0]
 
 
+def test_a_path_that_is_not_a_config_is_refused_with_a_fix(file):
+    for path, reason, fix in (
+        (file.parent, "Is a directory", "name a YAML file, not a folder"),
+        (file.with_name("conf.yaml"), "No such file", f"one of the configs in that folder: {file}"),
+        (file.parent / "no" / "conf.yaml", "No such file", "check the path; `mar init` writes"),
+    ):
+        found = problem(path)
+        assert (found.key, reason in found.what, fix in found.fix) == (str(path), True, True)
+
+
 def test_an_override_wins_over_the_file(file):
     assert load(file, ["run.steps=7"]).run.steps == 7
 
@@ -269,7 +279,17 @@ def test_a_removed_key_is_refused_with_its_successor(file, override, successor):
         ("objective.loss=ppo_clop", "objective.loss", "'ppo_clop'", "reinforce, ppo_clip,"),
         ("objective.loss={clip_low: 1}", "objective.loss", "no `name`", "reinforce, ppo_clip,"),
         ("controls=[gak]", "controls.0", "gak", "gac"),
-        ("controls=gac", "controls", '"gac"', "list of: gac"),
+        ("controls=gac", "controls", '"gac"', "a list of: gac"),
+        ("controls=[3]", "controls.0", "got 3, which is not a section", "expected one of: gac"),
+        ("data.sources={a: 3}", "data.sources", "array", "a list of sections with the keys answer"),
+        ("data.sources=[3]", "data.sources.0", "3", "expected a section with the keys answer_key"),
+        ("rollout.reward.parts=3", "rollout.reward.parts", "3", "a mapping of names to sections"),
+        (
+            "rollout.reward.parts={a: 3}",
+            "rollout.reward.parts.a",
+            "got 3, which is not a section",
+            "expected a section with the keys gate, name, per",
+        ),
         ("rollout.reward={}", "rollout.reward", "either `name`", "change one"),
         ("model=null", "model", "null", "path"),
         ("run.dir.x=1", "run.dir", "not a section", "set this key itself"),

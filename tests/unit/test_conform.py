@@ -109,6 +109,11 @@ def test_the_exit_code_is_1_if_a_case_fails_and_its_largest_error_is_shown(tmp_p
         ("params.clip_low", -1.0, "params.clip_low"),
         ("params.clip_low", {"a": [1]}, "params.clip_low"),
         ("params.aggregation", "mean", "aggregation mean"),
+        (
+            "params",
+            {"aggregation": "seq-mean-token-sum-norm", "norm_length": "ten"},
+            "TypeError: unsupported",
+        ),
         ("inputs.mask", ..., "inputs.mask is missing"),
         ("inputs.logp_old", [[0.0, 0.0], [0.0, 0.0]], "inputs.logp_old is not a column of a batch"),
         ("inputs.advantages", [1.0, 2.0], "inputs.advantages: expected one number per token"),
@@ -246,6 +251,39 @@ def test_a_reference_ratio_that_needs_a_run_is_refused(tmp_path):
     code, output = conform(tmp_path, [case])
     assert code == 1
     assert "auto needs a run; set a number" in output
+
+
+def test_a_loss_per_sequence_takes_only_its_own_aggregation():
+    case = changed("name", "kimi")
+    case["inputs"] |= {"rewards": [0.0, 0.0], "group": [0.0, 0.0]}
+    case["inputs"]["logp_prox"] = case["inputs"]["logp"]
+    case["expect"] = {"loss": 0.0}
+    for aggregation, reason in (
+        ("seq-mean", ""),
+        ("token-mean", "params.aggregation is token-mean, but kimi has one loss per sequence"),
+    ):
+        outcome = judge_one({**case, "params": {"aggregation": aggregation}})
+        assert outcome.reason.partition(":")[0] == reason
+
+
+def test_log_weights_of_a_case_are_required():
+    case = {**changed("kind", "scalar"), "name": "ess_log_weights", "params": {}}
+    assert judge_one(case).reason == "inputs.log_weights is missing"
+
+
+def test_a_reference_of_scalars_may_be_float32():
+    case = {
+        "case": "one",
+        "kind": "scalar",
+        "name": "ess_log_weights",
+        "dtype": "float32",
+        "inputs": {"log_weights": [0.0, 0.0]},
+        "expect": {"ess": 2.0},
+        "params": {"reference_ratio": 1.0},
+    }
+    for expected, passes in ((2.0, True), (2.1, False)):
+        outcome = judge_one({**case, "expect": {"ess": expected}})
+        assert (outcome.passed, bool(outcome.reason)) == (passes, not passes), outcome.reason
 
 
 ADVANTAGE = {

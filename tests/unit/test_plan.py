@@ -455,6 +455,19 @@ def test_an_impossible_config_names_its_key(file, overrides, key):
     assert keys(planned) == [key]
 
 
+def test_an_unknown_option_of_vllm_is_answered_with_one_that_may_be_set(file):
+    for name, fix in (
+        ("blok_size", "did you mean block_size?"),
+        ("zzzqq", "remove it, or find the right name in vLLM's `AsyncEngineArgs`"),
+        ("dtyp", "remove it; dtype may not be set here either: another key sets it: model.dtype"),
+    ):
+        (problem,) = plan(file, f"rollout.vllm.{name}=1").problems
+        assert (problem.key, problem.fix) == (f"rollout.vllm.{name}", fix)
+        assert problem.what == "is not an argument of the installed vLLM's engine"
+    for value in ("null", "'32'"):
+        assert plan(file, f"rollout.vllm.block_size={value}").problems == ()
+
+
 def test_head_sizes_without_a_cpu_kernel_of_vllm_are_refused(tmp_path):
     """The sizes come from the installed vLLM, which checks them at the first request."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
