@@ -76,11 +76,9 @@ def _parsed(text: str, name: str) -> Any:
 
 
 def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the call with its arguments as JSON text."""
+    """Return a call of `tool_calls_of` with its arguments as JSON text."""
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _as_text(call["function"])}
-    if "arguments" not in call:
-        return dict(call)
     return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
 
 

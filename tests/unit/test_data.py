@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -27,6 +28,7 @@ from megatron_async_rl.data import (
     PromptSource,
     SupervisedSource,
     fitting,
+    log_too_long,
     read_set,
     read_training,
 )
@@ -201,6 +203,10 @@ def test_a_folder_with_unsupported_data_files_is_refused(tmp_path: Path) -> None
     assert "write it as Parquet" in fault("data-00000-of-00001.arrow")
     assert "rename it to .jsonl" in fault("b.ndjson")
     assert "a.csv and a.jsonl, which are probably the same rows" in fault("a.csv")
+    (tmp_path / "empty" / "inside").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"empty: contains no data file\n") as caught:
+        read(tmp_path / "empty")
+    assert caught.value.fix.startswith("name a file, or a folder with data files (.jsonl")
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "a.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"links/a.jsonl: cannot be read: No such file"):
@@ -305,6 +311,24 @@ def test_maps_of_a_table_are_objects(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"prompt": ["q"], "m": twice}), path)
     with pytest.raises(DataError, match="has a map with a duplicate key"):
         read(path)
+
+
+def test_a_folder_or_table_that_the_system_cannot_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_parquet(tmp_path / "d.parquet", [{"prompt": "a" * 100}] * 100)
+    whole = (tmp_path / "d.parquet").read_bytes()
+    (tmp_path / "d.parquet").write_bytes(whole[:4] + bytes(60) + whole[64:])
+    with pytest.raises(DataError, match=r"d.parquet: cannot be read: "):
+        read(tmp_path / "d.parquet")
+
+    def iterdir(self: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    with pytest.raises(DataError, match=r"cannot be read: Permission denied") as caught:
+        read(tmp_path)
+    assert caught.value.path == tmp_path
 
 
 def test_a_duplicate_column_of_a_table_is_refused(tmp_path: Path) -> None:
@@ -485,7 +509,9 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         ("d.jsonl", b"", r"contains no prompts"),
         ("d.csv", b"\xef\xbb\xbf", r"contains no prompts"),
         ("none-*.jsonl", None, r"contains no data file"),
-        ("nowhere.parquet", None, r"cannot be read: No such file"),
+        ("nowhere.parquet", None, r"nowhere.parquet: cannot be read: No such file"),
+        ("nowhere.json", None, r"nowhere.json: cannot be read: No such file"),
+        ("nowhere.csv", None, r"nowhere.csv: cannot be read: No such file"),
     ],
 )
 def test_an_unreadable_file_is_refused_with_place_and_fault(
@@ -672,6 +698,9 @@ def test_an_option_that_the_template_does_not_read_is_refused() -> None:
 
     text = "{% if enable_thinking %}{{ messages[0].content }}{% endif %}"
     template(enable_thinking=False)._require_options(text)
+    # Only rendering shows which options these templates read.
+    for unknown in ({"default": text}, "{% of_an_extension %}"):
+        template(enable_thinkin=False)._require_options(unknown)
     with pytest.raises(DataError, match="does not read 'enable_thinkin'") as caught:
         template(enable_thinkin=False)._require_options(text)
     assert "did you mean enable_thinking?" in caught.value.fix
@@ -801,10 +830,18 @@ def test_a_call_in_a_table_has_only_its_own_arguments(tmp_path: Path) -> None:
     assert arguments_in("d.jsonl") == [{"a": None}]
 
 
-def test_prompts_above_the_limit_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_prompts_above_the_limit_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": "a" * length} for length in (1, 9, 2, 9)])
     found = read(tmp_path, max_prompt_tokens=5)
     assert ([one.text for one in found.prompts], found.too_long) == (["a", "aa"], 2)
+    log_too_long(found)
+    log_too_long(read(tmp_path))
+    assert [one.getMessage() for one in caplog.records] == [
+        "2 rows are longer than data.max_prompt_tokens or data.max_tokens and are left out; 2 rows"
+        " remain"
+    ]
     with pytest.raises(DataError, match="no prompt of at most 1 tokens: all 4 are longer"):
         read(tmp_path, max_prompt_tokens=1)
 
@@ -1039,6 +1076,19 @@ def test_a_conversation_trains_like_a_given_response(tmp_path: Path) -> None:
     (sample,) = samples_in(source.next_batch(2))
     assert sample.loss_mask.tolist() == [1] * 4 + [0] * 10 + [1] * 3
     assert sample.versions.tolist() == [2] * 17
+
+
+def test_a_position_of_other_conversations_is_refused(tmp_path: Path) -> None:
+    def source(answer: str) -> SupervisedSource:
+        found = conversations(tmp_path, turns("hi", "yes", "why", answer)).prompts
+        return SupervisedSource(
+            found, Bytes(), prompts_per_step=1, seed=1, shuffle=False, max_context=None
+        )
+
+    saved = source("so").state()
+    source("so").load_state(saved)
+    with pytest.raises(DataError, match="1 prompts there and here, with other text"):
+        source("no").load_state(saved)
 
 
 class Forgetful(Bytes):

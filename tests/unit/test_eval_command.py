@@ -169,6 +169,16 @@ def test_prompts_and_rewards_that_do_not_match_are_refused(run: Path) -> None:
     assert "cannot be read" in refusal(run / "checkpoint", "data.eval=nowhere.jsonl")
 
 
+def test_an_environment_and_a_tokenizer_that_cannot_load_are_refused(run: Path) -> None:
+    message = refusal(run / "checkpoint", "rollout.environment={name: 'tests.unit.agents:nothing'}")
+    assert "rollout.environment.name" in message
+    assert "tests.unit.agents" in message
+    (run.parent / "model" / "tokenizer.json").write_text("{")
+    message = refusal(run / "checkpoint")
+    assert "model.path" in message
+    assert "tokenizer" in message
+
+
 def test_an_unwritable_result_file_is_refused(run: Path) -> None:
     assert "name a file with --out FILE" in refusal(
         run / "checkpoint", out=run / "nowhere" / "result.json"
@@ -193,6 +203,9 @@ def test_every_response_is_written_with_the_columns_of_its_prompt(run: Path) -> 
     of_prompt = {"answer": "2", "prompt_id": "p", "prompt": "1+1="}
     assert all(one.items() >= of_prompt.items() and one["response"] != "old" for one in lines)
     assert not list(run.glob("*.partial"))
+    before = sorted(run.iterdir())
+    write_responses(resolved(run / "checkpoint"), answers)
+    assert sorted(run.iterdir()) == before, "nothing is written without --responses"
 
 
 def test_an_unwritable_file_of_responses_is_refused(run: Path) -> None:

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -104,6 +105,24 @@ def test_a_run_continues_with_the_commit_it_began_with(tmp_path: Path, cache: Pa
     assert located(other)[0].model.path == moved
     requested = run_of(tmp_path, f"model.path=hf://me/tiny@{NEW}")
     assert located(requested)[0].model.path == moved, "a commit by its number is another model"
+
+
+def test_a_source_added_later_has_the_newest_commit(tmp_path: Path, cache: Path) -> None:
+    def sources(*names: str) -> Config:
+        path = "hf://datasets/me/tiny"
+        entries = ", ".join(f"{{path: '{path}/{name}', name: {name}}}" for name in names)
+        return run_of(tmp_path, "data.train=null", f"data.sources=[{entries}]")
+
+    for commit in (OLD, NEW):
+        folder = cached(cache, "datasets", commit)
+        for name in ("a.jsonl", "b.jsonl"):
+            write_prompts(folder / name)
+        if commit == OLD:
+            begun, _ = located(sources("a.jsonl"))
+            begun.run.dir.mkdir()
+            (begun.run.dir / "config.yaml").write_text(dump(begun))
+    found, _ = located(sources("a.jsonl", "b.jsonl"))
+    assert [one.path.parent.name for one in found.data.sources] == [OLD, NEW]
 
 
 def test_a_study_finds_the_models_of_its_runs_on_a_hub(tmp_path: Path, cache: Path) -> None:
@@ -215,6 +234,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answer)
         self.files = files
         self.commit = OLD
+        self.error = ""
         self.fetched: list[str] = []
 
     @property
@@ -234,7 +254,9 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub, path = self.server, unquote(self.path.partition("?")[0])
         path = path.replace("/datasets/", "/models/" if path.startswith("/api/") else "/", 1)
-        if path.startswith("/api/models/me/tiny/revision/"):
+        if hub.error:
+            self.answer(b"{}", error=hub.error)
+        elif path.startswith("/api/models/me/tiny/revision/"):
             known = path.endswith(("/main", hub.commit))
             error = None if known else "RevisionNotFound"
             self.answer(json.dumps({"id": "me/tiny", "sha": hub.commit}).encode(), error=error)
@@ -357,6 +379,7 @@ def prompts_of(location: Path) -> list[str]:
             2,
         ),
         (YEARS, "other/x.jsonl main/train.jsonl", "#2025/train", 1),
+        (card_of('"x/**/*.json"'), "x/a.json x/y/b.json x/c.csv z/y/b.json", "", 2),
         (None, "train.jsonl test.jsonl notes.csv .a/train.jsonl", "", 1),
         ("# no header", "train-00000-of-00002.json train-00001-of-00002.json dev.json", "", 2),
         (None, "data/odd-00000-of-00001.json data/even-00000-of-00001.json", "#odd", 1),
@@ -479,6 +502,36 @@ def test_a_wrong_name_is_reported_by_the_hub(
     message = refusal(run_of(tmp_path, f"model.path={name}"))
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize("caches_lists", [True, False])
+def test_a_file_that_a_data_set_lacks_is_refused_with_its_files(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, caches_lists: bool
+) -> None:
+    if not caches_lists:  # as early 1.x clients
+        monkeypatch.setattr(huggingface_hub, "get_cached_repo_tree", None, raising=False)
+    on_hub(hub, "# A data set", "b.jsonl", "a.jsonl", "notes.txt")
+    message = refusal(run_of(tmp_path, "data.train=hf://datasets/me/tiny/c.jsonl"))
+    assert "me/tiny has no c.jsonl" in message
+    assert "append a file of the data set, or a pattern of files: a.jsonl, b.jsonl" in message
+
+
+def test_a_gated_repository_is_refused_with_its_page(tmp_path: Path, hub: Hub) -> None:
+    hub.error = "GatedRepo"
+    for override, page in (
+        ("model.path=hf://me/tiny", "me/tiny"),
+        ("data.train=hf://datasets/me/tiny/a.jsonl", "datasets/me/tiny"),
+    ):
+        message = refusal(run_of(tmp_path, override))
+        assert f"{override.partition('=')[2]} is gated" in message
+        assert f"accept its terms at {hub.address}/{page}, then run `hf auth login`" in message
+
+
+def test_another_error_of_a_download_is_named(tmp_path: Path, hub: Hub, cache: Path) -> None:
+    cache.write_text("a file, not a folder")
+    message = refusal(run_of(tmp_path, "model.path=hf://me/tiny"))
+    assert "hf://me/tiny cannot be fetched: NotADirectoryError: " in message
+    assert "fix: try again, or name a local folder" in message
 
 
 def test_sizes_of_an_absent_model_come_from_the_cache_or_the_table(

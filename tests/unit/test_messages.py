@@ -364,6 +364,16 @@ def test_a_response_to_a_chat_ends_as_the_template_ends_a_turn(
     assert end_of(tmp_path, template) == ["yes$"], "a plain text has no turns"
 
 
+def test_a_response_whose_beginning_merges_with_the_prompt_is_encoded_alone(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:<{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:<{% endif %}"
+    )
+    chat = [{"role": "user", "content": "hi"}]
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": chat, "response": text} for text in ("stop>a", "b")])
+    assert end_of(tmp_path, template) == ["stop>a$", "b$"]
+
+
 def test_a_completion_may_be_messages_as_in_trl(tmp_path: Path) -> None:
     prompt = turns("hi", "no", "why", weight=1)
     completion = [{"role": "assistant", "content": "so"}]
