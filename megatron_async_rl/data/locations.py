@@ -274,10 +274,7 @@ def paths_matching(folder: Path, pattern: str) -> list[Path]:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Return True if `path` matches as in a shell: `*` matches within a folder, `**` across
-    folders."""
-    if "**" in pattern:
-        return fnmatchcase(path, pattern) or fnmatchcase(path, pattern.replace("**/", ""))
+    """Return True if `path` matches as in a shell: `*` matches within a folder."""
     # fnmatch lets `*` match `/`, so require the same depth.
     return path.count("/") == pattern.count("/") and fnmatchcase(path, pattern)
 

@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from megatron_async_rl import cli
+from megatron_async_rl.cli import runs
 from tests.cases import looped
 
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
@@ -46,6 +47,45 @@ def test_a_command_is_one_file_and_one_line() -> None:
 def test_what_a_user_got_wrong_ends_any_command_with_its_screen_and_code_2() -> None:
     done = CliRunner().invoke(cli.app, ["greet", "nobody"])
     assert (done.exit_code, done.output) == (2, "NAME\n  is nobody\n  fix: name somebody\n")
+
+
+def test_examples_are_never_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share, folder = tmp_path / "share", tmp_path / "here"
+    for name in ("docs/a.md", "examples/run.yaml", "examples/generated/x.jsonl"):
+        (share / name).parent.mkdir(parents=True, exist_ok=True)
+        (share / name).write_text(name)
+    monkeypatch.setattr(runs, "SHARE", share)
+    done = CliRunner().invoke(cli.app, ["examples", str(folder)])
+    assert (done.exit_code, done.output) == (0, f"wrote {folder}/docs, {folder}/examples\n")
+    copied = [str(file.relative_to(folder)) for file in folder.rglob("*.*")]
+    assert sorted(copied) == ["docs/a.md", "examples/run.yaml"]
+    (folder / "docs" / "a.md").unlink()
+    (folder / "docs").rmdir()
+    done = CliRunner().invoke(cli.app, ["examples", str(folder)])
+    what = f"{folder}/examples exists\n  fix: name a new folder: mar examples FOLDER"
+    assert (done.exit_code, done.output) == (2, f"FOLDER\n  {what}\n")
+    assert not (folder / "docs").exists(), "all parts are checked before the first is copied"
+
+
+def test_folders_that_are_not_what_a_command_reads_or_writes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "model.safetensors").touch()
+    (tmp_path / "file").touch()
+    for words, key, what, fix in (
+        ("report full", "RUN", "full holds no metrics.jsonl", "name a run directory"),
+        ("convert nothing out", "CHECKPOINT", "nothing is not a directory", "name RUN/checkpoint"),
+        ("convert file out", "CHECKPOINT", "file is not a directory", "name RUN/checkpoint"),
+        ("convert checkpoint full", "OUT", "full already exists", "name a new directory"),
+        ("convert checkpoint file", "OUT", "file already exists", "name a new directory"),
+    ):
+        command, *paths = words.split()
+        given = [command, *(str(tmp_path / path) for path in paths)]
+        done = CliRunner().invoke(cli.app, given, env={"COLUMNS": "400"})
+        assert done.exit_code == 2
+        first, second, third = done.output.splitlines()
+        assert (first, second) == (key, f"  {tmp_path}/{what}")
+        assert third.startswith(f"  fix: {fix}")
 
 
 @looped("name", sorted(COMMANDS))

@@ -110,6 +110,22 @@ def test_the_results_of_the_runs_are_in_one_table(two: tuple[Path, Path]) -> Non
     assert ends["mean cosine of consecutive gradients"] == ["0.250", "0.250"]
 
 
+def test_a_run_without_a_metric_has_no_last_value_of_it(
+    tmp_path: Path, two: tuple[Path, Path]
+) -> None:
+    log = MetricsLog(tmp_path / "bare", tensorboard=False, first_step=1)
+    log.log(1, {"time/step_s": 1.0})
+    log.close()
+    bare = tmp_path / "bare"
+    ends = dict(ends_of(compared(two[0], bare)))
+    assert ends["mean cosine of consecutive gradients"] == ["0.250", "–"]
+    with pytest.raises(UserError) as refused:
+        write_comparison([bare])
+    (problem,) = refused.value.problems
+    assert problem.what == "the runs have logged none of the compared metrics"
+    assert (problem.key, problem.fix) == ("RUN", "see their metrics.jsonl")
+
+
 def test_runs_with_the_same_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / folder / "run", lr=0.5) for folder in ("a", "b")]
     assert [one.name for one in compared(*runs)] == ["a/run", "b/run"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -28,12 +29,13 @@ from megatron_async_rl.metrics.json_lines import GrowingFile
 from megatron_async_rl.metrics.log import MetricsLog
 from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report import sample_browser
-from megatron_async_rl.report.dashboard import Dashboard, _DashboardServer
+from megatron_async_rl.report.dashboard import Dashboard, _DashboardServer, _unavailable
 from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.report.timeline_panel import merge_short
 from megatron_async_rl.samples.types import Sample
 from tests.browser import BROWSER, DRIVER, MISSING, browser
 from tests.logged_samples import GROUP, STEPS, logged_run
+from tests.unit.test_recorded import STARTS, remove, run_of_several_segments
 from tests.unit.test_replay_curves import replayed
 from tests.unit.test_report import CONFIG, fleet_run, sampled_run
 
@@ -152,6 +154,26 @@ def test_several_runs_share_panels_and_each_has_a_page(tmp_path: Path) -> None:
     assert state_of(dashboard, "1")["parts"]["TITLE"] == "b"
 
 
+def test_a_run_with_a_damaged_status_is_shown_as_damaged(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "status.json").write_text("{")
+    state = state_of(Dashboard([begun]))
+    assert f"{begun}/status.json" in state["parts"]["ERROR"]
+    assert "No steps yet" not in json.dumps(state["parts"])
+
+
+def test_runs_without_a_compared_metric_share_no_panel(tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in ("a", "b")]
+    for run in runs:
+        log = MetricsLog(run, tensorboard=False, first_step=1)
+        log.log(1, {"time/step_s": 1.0})
+        log.close()
+    state = state_of(Dashboard(runs), "all")
+    assert "the runs have logged none of the compared metrics" in json.dumps(state["parts"])
+    assert state["panels"] == []
+
+
 def test_only_the_runs_are_served_and_only_under_names_of_this_host(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "run", 2)
     (tmp_path / "secret").write_text("secret")
@@ -265,6 +287,16 @@ def test_a_file_of_the_log_is_read_again_only_if_it_has_grown(
     assert reads == []
 
 
+def test_samples_of_a_segment_that_the_run_removed_are_not_kept(tmp_path: Path) -> None:
+    run = run_of_several_segments(tmp_path)
+    browser = SampleBrowser(run)
+    whole = shown(browser)
+    assert len(browser._files) == 2 * STARTS
+    remove(run, 0)
+    assert set(shown(browser)) < set(whole)
+    assert len(browser._files) == 2 * (STARTS - 1)
+
+
 def test_short_spans_of_a_process_are_merged() -> None:
     states = ("busy", "idle")
     spans = [
@@ -300,6 +332,13 @@ def test_a_port_in_use_and_invalid_arguments_are_refused_with_a_fix(tmp_path: Pa
     ):
         result = CliRunner().invoke(app, ["dashboard", *map(str, arguments)])
         assert (result.exit_code, what in result.output) == (2, True), result.output
+
+
+def test_a_port_that_needs_permission_is_refused_with_a_fix() -> None:
+    error = _unavailable("localhost", 80, PermissionError(errno.EACCES, "Permission denied"))
+    (problem,) = error.problems
+    assert (problem.key, problem.fix) == ("--port", "name a port above 1023")
+    assert problem.what == "this user has no permission to listen on port 80"
 
 
 def test_ctrl_c_stops_the_dashboard_with_exit_code_0(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import os
@@ -33,7 +32,7 @@ from megatron_async_rl.data import (
     read_training,
 )
 from megatron_async_rl.data.chat_template import ChatTemplate
-from megatron_async_rl.data.files import read_rows
+from megatron_async_rl.data.files import count_rows, read_rows
 from megatron_async_rl.data.messages import TrainingConversation
 from megatron_async_rl.data.prompts import MixturePart
 from megatron_async_rl.data.row_columns import Required, nothing_more
@@ -41,6 +40,7 @@ from megatron_async_rl.data.source import Mixture
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from tests.cases import looped
 from tests.characters import TEMPLATE, characters, save_characters
+from tests.damaged_run import permissions_count
 from tests.thorough import examples
 from tests.train_batches import samples_in
 from tests.unit.test_prompts import Bytes, prompts
@@ -313,22 +313,22 @@ def test_maps_of_a_table_are_objects(tmp_path: Path) -> None:
         read(path)
 
 
-def test_a_folder_or_table_that_the_system_cannot_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_or_table_that_the_system_cannot_read_is_refused(tmp_path: Path) -> None:
     as_parquet(tmp_path / "d.parquet", [{"prompt": "a" * 100}] * 100)
     whole = (tmp_path / "d.parquet").read_bytes()
     (tmp_path / "d.parquet").write_bytes(whole[:4] + bytes(60) + whole[64:])
     with pytest.raises(DataError, match=r"d.parquet: cannot be read: "):
         read(tmp_path / "d.parquet")
 
-    def iterdir(self: Path) -> Any:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "iterdir", iterdir)
-    with pytest.raises(DataError, match=r"cannot be read: Permission denied") as caught:
-        read(tmp_path)
-    assert caught.value.path == tmp_path
+    for name in ("a.json", "a.jsonl", "a.csv", "a.parquet"):
+        (tmp_path / name).symlink_to(tmp_path / "nowhere")
+        for reads in (read, count_rows):
+            with pytest.raises(DataError, match=f"{name}: cannot be read: No such file"):
+                reads(tmp_path / name)
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0)
+    with permissions_count(), pytest.raises(DataError, match="locked: cannot be read: Permission"):
+        read(folder)
 
 
 def test_a_duplicate_column_of_a_table_is_refused(tmp_path: Path) -> None:
@@ -510,8 +510,6 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         ("d.csv", b"\xef\xbb\xbf", r"contains no prompts"),
         ("none-*.jsonl", None, r"contains no data file"),
         ("nowhere.parquet", None, r"nowhere.parquet: cannot be read: No such file"),
-        ("nowhere.json", None, r"nowhere.json: cannot be read: No such file"),
-        ("nowhere.csv", None, r"nowhere.csv: cannot be read: No such file"),
     ],
 )
 def test_an_unreadable_file_is_refused_with_place_and_fault(
@@ -1078,9 +1076,12 @@ def test_a_conversation_trains_like_a_given_response(tmp_path: Path) -> None:
     assert sample.versions.tolist() == [2] * 17
 
 
-def test_a_position_of_other_conversations_is_refused(tmp_path: Path) -> None:
+def test_a_position_of_other_responses_to_a_chat_is_refused(tmp_path: Path) -> None:
     def source(answer: str) -> SupervisedSource:
-        found = conversations(tmp_path, turns("hi", "yes", "why", answer)).prompts
+        rows = [{"prompt": turns("hi"), "response": answer}]
+        as_jsonl(tmp_path / "d.jsonl", rows)
+        found = read(tmp_path / "d.jsonl", supervised=True).prompts
+        assert isinstance(found[0].fields["response"], TrainingConversation)
         return SupervisedSource(
             found, Bytes(), prompts_per_step=1, seed=1, shuffle=False, max_context=None
         )

@@ -348,6 +348,22 @@ def test_probes_report_the_last_line_of_their_output(monkeypatch, tmp_path):
     assert doctor._query_output("pass") == ("", "took more than 0 s")
 
 
+def test_flags_of_the_cpu_are_read_where_the_system_lists_them(monkeypatch):
+    def read(text: str) -> set[str]:
+        monkeypatch.setattr(Path, "read_text", lambda *given, **options: text)
+        return doctor._cpu_flags()
+
+    monkeypatch.undo()
+    assert read("processor: 0\nflags\t\t: fpu avx2\nflags\t\t: other\n") == {"fpu", "avx2"}
+    assert read("Features: neon\n") == set()
+
+    def missing(*given: object, **options: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert doctor._cpu_flags() == set()
+
+
 def test_torch_that_cannot_be_imported_is_one_finding(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(doctor, "_query_output", lambda code: ("", "no libc10.so"))

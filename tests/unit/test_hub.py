@@ -379,7 +379,6 @@ def prompts_of(location: Path) -> list[str]:
             2,
         ),
         (YEARS, "other/x.jsonl main/train.jsonl", "#2025/train", 1),
-        (card_of('"x/**/*.json"'), "x/a.json x/y/b.json x/c.csv z/y/b.json", "", 2),
         (None, "train.jsonl test.jsonl notes.csv .a/train.jsonl", "", 1),
         ("# no header", "train-00000-of-00002.json train-00001-of-00002.json dev.json", "", 2),
         (None, "data/odd-00000-of-00001.json data/even-00000-of-00001.json", "#odd", 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 from megatron_async_rl.cli import app
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.rollout import AGENTS
-from megatron_async_rl.plan import interview
+from megatron_async_rl.plan import held_out, interview
 from megatron_async_rl.plan.new_config import STYLES
 from megatron_async_rl.plan.reward_choice import (
     ENVIRONMENTS,
@@ -522,6 +523,39 @@ def test_five_percent_of_the_prompts_are_held_out(tmp_path):
     assert (code, "run_data already exists" in output) == (2, True)
     code, output = run("init", tmp_path / "run2.yaml", *given[:-2], "--style", "x", "--data", data)
     assert (code, (tmp_path / "run2_data").exists()) == (2, False)
+
+
+def test_data_that_cannot_be_split_leaves_no_files(tmp_path, monkeypatch):
+    """The questions read only the first rows, and the split reads all of them."""
+    data = write_prompts(tmp_path / "data.jsonl", prompts=1000)
+    given = ["--model", write_model(tmp_path), "--reward", "arithmetic", "--gpus", "0"]
+    given += ["--style", "clipped", "--data", data]
+    before = sorted(tmp_path.iterdir())
+
+    long = "a" * 251
+    code, output = run("init", tmp_path / f"{long}.yml", *given)
+    assert (code, sorted(tmp_path.iterdir())) == (2, before)
+    assert "--eval" in output
+    assert "File name too long" in output
+    assert "name held-out data, or OUT in another folder" in output
+
+    def interrupted(*arguments: object) -> None:
+        assert (tmp_path / "run_data").is_dir()
+        (tmp_path / "run_data" / "train.jsonl").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(held_out, "_write", interrupted)
+        code, output = run("init", tmp_path / "run.yaml", *given)
+    assert (code, sorted(tmp_path.iterdir())) == (2, before)
+    assert "run_data: No space left on device" in output
+
+    with data.open("a") as file:
+        file.write("{\n")
+    code, output = run("init", tmp_path / "run.yaml", *given)
+    assert (code, sorted(tmp_path.iterdir())) == (2, before)
+    assert "data.jsonl:1001" in output
+    assert "is not JSON" in output
 
 
 @pytest.mark.parametrize(

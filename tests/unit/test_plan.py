@@ -48,6 +48,7 @@ from megatron_async_rl.plan.pace import staleness_law
 from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import show_plan
+from megatron_async_rl.policy.digested_folder import DIGESTS, StoredFile, described
 from megatron_async_rl.policy.families import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import Status, write_status
@@ -366,6 +367,21 @@ def test_a_plan_shows_the_first_problems_and_the_number_of_the_others(file, coun
     assert not more or f"... and {more} more\n" in printed
 
 
+@pytest.mark.parametrize(("count", "more"), [(16, 0), (17, 1), (40, 24)])
+def test_a_plan_shows_the_first_machines_and_the_last(file, count, more):
+    planned = replace(plan(file), nodes=tuple((f"node_{n:02}", f"rank {n}") for n in range(count)))
+    console = Console(file=StringIO(), width=200)
+    show_plan(planned, load(file), LAPTOP, console)
+    printed = console.file.getvalue()
+    shown = re.findall(r"node_\d\d|and \d+ more +as many ranks each", printed)
+    if not more:
+        assert shown == [f"node_{n:02}" for n in range(count)]
+    else:
+        assert shown[:15] == [f"node_{n:02}" for n in range(15)]
+        assert re.sub(" +", " ", shown[15]) == f"and {count - 16} more as many ranks each"
+        assert shown[16:] == [f"node_{count - 1:02}"]
+
+
 def test_engines_are_counted_on_the_machines_that_may_have_them(file):
     config = load(file, ["rollout.engines=5", "weights.transport=relay"])
 
@@ -378,6 +394,14 @@ def test_engines_are_counted_on_the_machines_that_may_have_them(file):
     assert counts(nodes=1, engine_nodes=2) == [0, 3, 3]
     config = load(file, ["rollout.engines=5"])
     assert counts(nodes=2) == [5, 0]
+
+
+def test_a_damaged_export_of_this_package_is_refused(file):
+    model = load(file).model.path
+    (model / DIGESTS).write_text(described({}, {"config.json": StoredFile.of(b"{}")}))
+    (problem,) = plan(file).problems
+    assert problem.key == "model.path"
+    assert f"{model} is damaged: config.json: " in problem.what
 
 
 def test_a_dense_model_has_no_experts_to_divide(file):

@@ -434,6 +434,14 @@ def test_the_summary_of_a_run_without_steps_is_not_an_error(pipe: Run) -> None:
     assert "steps" in pipe.shown
 
 
+def test_the_summary_of_a_run_without_a_report_counts_its_steps(pipe: Run) -> None:
+    for step in range(1, 4):
+        pipe.step(step)
+    (pipe.dir / "config.yaml").write_text("[")
+    print_summary(pipe.dir, pipe.console)
+    assert re.search(r"steps +3", pipe.shown), pipe.shown
+
+
 def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
     status = Status(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from megatron_async_rl.config.schema import SamplesConfig
@@ -27,7 +28,7 @@ from megatron_async_rl.samples.frames import (
     replace_whole,
 )
 from megatron_async_rl.samples.recorded import NotRecorded, RecordedBatches
-from megatron_async_rl.samples.segments import OUTCOMES, payload_of, read_batches
+from megatron_async_rl.samples.segments import OUTCOMES, payload_of, read_batches, read_table
 from tests.logged_samples import GROUP, STEPS, logged_run, row, sample
 
 STEPS_OF_A_START = 2
@@ -159,6 +160,21 @@ def test_a_gap_in_the_outcomes_of_a_step_is_named(tmp_path: Path) -> None:
     assert len(recorded.batch(1).samples) == GROUP
 
 
+def test_a_step_without_its_consumed_groups_is_named(tmp_path: Path) -> None:
+    run_dir = logged_run(tmp_path)
+    folder = run_dir / FOLDER
+    table = pa.Table.from_batches([one for _, one in read_batches(folder, "outcomes", 0)])
+    # Numbers without a gap, as of a log whose outcomes of groups are lost from its beginning.
+    kept = table.filter(pc.not_equal(table["outcome"], "consumed")).sort_by("seq")
+    numbers = pa.array(range(len(kept)), pa.int64())
+    kept = kept.set_column(kept.schema.get_field_index("seq"), kept.schema.field("seq"), numbers)
+    path = file_of(folder, "outcomes", 0)
+    assert path is not None
+    replace_whole(path, map(payload_of, kept.combine_chunks().to_batches()))
+    with pytest.raises(NotRecorded, match="lacks the consumed groups of step 2"):
+        RecordedBatches(run_dir).batch(2)
+
+
 @pytest.mark.parametrize("table", ["samples", "outcomes"])
 def test_damage_concerns_only_the_steps_of_its_segment(tmp_path: Path, table: TableName) -> None:
     run_dir = run_of_several_segments(tmp_path)
@@ -271,6 +287,20 @@ def test_experts_are_in_a_batch_only_if_the_log_has_them(tmp_path: Path) -> None
         assert recorded.has_experts() == kept
         expected = [one.routed_experts if kept else None]
         assert recorded.batch(1).samples["routed_experts"].to_pylist() == expected
+        table = read_table(run_dir, "samples")
+        assert table["id"].to_pylist() == [one.id]
+        assert ("routed_experts" in table.column_names) == kept
+        assert not kept or table["routed_experts"].to_pylist() == expected
+
+
+def test_only_the_newest_batches_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_module, "CACHED_BATCHES", 2)
+    recorded = RecordedBatches(run_of_several_segments(tmp_path))
+    for step in [*range(1, recorded.last_step + 1), 1]:
+        assert recorded.batch(step).samples["id"].to_pylist()[0] == f"{step - 1}-0"
+        assert 1 <= len(recorded._batches) <= 2
 
 
 def test_consecutive_steps_read_each_segment_once(

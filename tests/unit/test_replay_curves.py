@@ -181,6 +181,16 @@ def test_a_replay_that_ended_without_a_step_is_not_in_progress(tmp_path: Path) -
     assert one.difference == "ended without a step"
 
 
+def test_a_replay_of_a_run_without_digests_claims_no_identical_bits(tmp_path: Path) -> None:
+    run_dir = sampled_run(tmp_path / "demo", 8)
+    folder = replayed(run_dir, "1")
+    record = ReplayRecord.read(folder)
+    unknown = [*record.steps[:3], record.steps[3].model_copy(update={"identical": None})]
+    record.model_copy(update={"steps": unknown}).write(folder)
+    (one,) = read_run(run_dir, alone=False).replays
+    assert one.difference == "no difference found"
+
+
 def test_a_growing_replay_changes_the_state_of_the_run(tmp_path: Path) -> None:
     run_dir = sampled_run(tmp_path / "demo", 8)
     reader = RunReader(run_dir, alone=False)

@@ -167,6 +167,9 @@ def test_a_copy_of_model_and_data_is_accepted_unless_it_was_changed(config: Path
         found = [one.key for one in refused(config, *copies)]
         assert found == ["model.path", "data.train"], file
         file.write_bytes(whole)
+    (folder / "model2" / "config.json").chmod(0)
+    with permissions_count():
+        assert [one.key for one in refused(config, copies[0])] == ["model.path"]
 
 
 def test_a_server_of_the_reward_may_be_at_another_address(config: Path) -> None:

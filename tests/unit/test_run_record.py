@@ -23,6 +23,7 @@ from megatron_async_rl.metrics.log import MetricsLog, digest_of_step
 from megatron_async_rl.plan.resume import checkpoint_notes, checkpoint_problems
 from megatron_async_rl.plan.run_record import record_of
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken, newest, steps
+from megatron_async_rl.policy.digested_folder import StoredFile, described, files_of
 from megatron_async_rl.samples.frames import MARK_FILE, LogMark
 from megatron_async_rl.watchdog.events import Status, read_status, write_status
 from tests.damaged_run import (
@@ -196,6 +197,25 @@ def test_a_checkpoint_under_another_step_or_description_is_damaged(config: Path)
     shutil.copytree(newer, folder / f"{newer.name}.bak")
     assert [path.name for path in steps(folder)] == [name_of(4), name_of(5)]
     assert problems(config) == []
+
+
+def test_a_record_that_was_saved_damaged_is_reported(config: Path) -> None:
+    """The digest of the file is that of its content."""
+    checkpoint = config.parent / "out" / "checkpoint" / name_of(STEPS)
+    about = json.loads((checkpoint / "about.json").read_text())
+    for content, problem in (
+        (b"[]", ""),
+        (b"{", "record.json cannot be read (Expecting property name"),
+    ):
+        (checkpoint / "record.json").write_bytes(content)
+        files = {**(files_of(about) or {}), "record.json": StoredFile.of(content)}
+        (checkpoint / "about.json").write_text(described({"step": STEPS}, files))
+        if problem:
+            with pytest.raises(CheckpointBroken) as broken:
+                record_of(checkpoint)
+            assert problem in str(broken.value)
+        else:
+            assert record_of(checkpoint) == {}
 
 
 def test_a_checkpoint_of_another_run_is_refused(config: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -388,6 +389,20 @@ def test_the_command_takes_the_rates_of_a_run(measured: Path) -> None:
         (["--assume", "tflop=1"], "did you mean tflops?"),
         (["--assume", "carrier=ship"], "one of shared_memory, relay, collective, tree"),
         (["--assume", "tflops=-1"], "a number, 0 or more"),
+        (["--assume", "tflops=fast"], "'fast' does not fit tflops\n  fix: a number, 0 or more"),
+        (["--gpus", "64", "--assume", "memory_gib=9"], "the 7.6 GiB that 0.85 of a GPU gives"),
+        (
+            ["--assume", "prompt_tokens=100000000"],
+            "rollout.tensor\n  the weights leave no room for a response on 2 GPUs",
+        ),
+        (["model.path=nowhere"], "nowhere is not a directory"),
+        (
+            [
+                *("flow.async_ratio=0.5", "flow.oversample=0.5", "flow.selection=windowed"),
+                *("--async-ratio", "1"),
+            ],
+            "--async-ratio\n  flow.oversample: 0.5 fits only below the next whole number",
+        ),
         (["--from", "nowhere"], "nowhere holds no metrics.jsonl"),
         (["--from", "nowhere", "--gpus", "64"], "leave one of the two out"),
         (["policy.device=cpu"], "no speed is assumed for a CPU"),
@@ -429,6 +444,38 @@ def test_a_run_that_shows_too_little_is_refused(
     with pytest.raises(UserError, match=r"--from") as refused:
         calibrate([tmp_path], cores=None)
     assert "too little to derive rates" in str(refused.value)
+
+
+def test_runs_that_cannot_be_averaged_or_predicted_are_refused(
+    measured: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(measured, other)
+    settings = yaml.safe_load((other / "config.yaml").read_text())
+    settings["policy"]["parallel"]["ranks"] = 2
+    (other / "config.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(UserError, match=r"runs have different policy\.parallel\.ranks") as refused:
+        calibrate([measured, other], cores=None)
+    assert (refused.value.problems[0].key, refused.value.problems[0].fix) == ("--from", "name one")
+    file = str(measured.parent / "config.yaml")
+    code, said = mar(file, "rollout.max_context=8", "--from", str(measured))
+    assert code == 2
+    assert said.startswith("cannot run: 1 problem\nrollout.sampling.max_tokens\n")
+
+
+def test_an_engine_without_a_counted_response_shows_no_rates(
+    measured: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(measured, run)
+    text = (run / TIMELINE / "engine-0.jsonl").read_text()
+    (run / TIMELINE / "engine-1.jsonl").write_text(text.replace("engine-0", "engine-1"))
+    two, one = calibrate([run], cores=None), calibrate([measured], cores=None)
+    assert two.rates.decode == one.rates.decode
+    (run / TIMELINE / "engine-0.jsonl").unlink()
+    with pytest.raises(UserError, match="no response of a step that counts") as refused:
+        calibrate([run], cores=None)
+    assert refused.value.problems[0].fix == "name a longer run"
 
 
 def test_the_demo_is_predicted_within_a_tenth_of_what_its_runs_measured() -> None:

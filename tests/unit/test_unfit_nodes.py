@@ -234,6 +234,50 @@ def test_another_server_at_rays_port_is_reported_at_once(
     assert error == f"the server at {address} is not Ray"
 
 
+def test_the_query_of_the_cluster_runs_in_a_child(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(cores=2, memory=GIB, shared_memory=GIB, gpus=())
+    relayed = config.model_copy(
+        update={"weights": config.weights.model_copy(update={"transport": "relay"})}
+    )
+    # An address that is not HOST:PORT is left to Ray.
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    report = ClusterReport(address="a", nodes=[NodeReport(host="b", gpus=[])], missing=2)
+    for program, expected in (
+        (f"print('noise of Ray'); print({json.dumps(asdict(report))!r})", report),
+        ("import sys; sys.exit('a first line\\nno cluster')", ClusterReport(error="no cluster")),
+        ("raise SystemExit(3)", ClusterReport(error="exit code 3")),
+        ("pass", ClusterReport(error="exit code 0")),
+        (
+            "import sys; sys.exit('{0} {1} {2}')",
+            ClusterReport(error=f"5 {config.rollout.start_timeout_s} False"),
+        ),
+    ):
+        given = program if "{0}" in program else program.replace("{", "{{").replace("}", "}}")
+        monkeypatch.setattr(nodes, "PROGRAM", given)
+        assert query_cluster(relayed, machine, 5) == expected
+
+
+def test_a_server_with_encryption_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_USE_TLS", "1")
+        assert nodes._unreached(address) == ""
+    for other in ("", "auto", "local", "ray://head:10001", "head", "head:port"):
+        assert nodes._unreached(other) == ""
+
+
+def test_a_machine_reports_whether_it_reaches_the_head_node(smi: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        report = nodes.report_here("here", "127.0.0.1", port, 0.0)
+    assert (report.host, report.unreached, report.software) == ("here", "", software())
+    assert [gpu.index for gpu in report.gpus] == ["0", "1", "2", "3"]
+    (free,) = free_ports(1)
+    assert "refused" in nodes.report_here("here", "127.0.0.1", free, 0.0).unreached
+
+
 def test_a_report_survives_the_transfer_between_processes() -> None:
     gpu = Gpu("H100", 80 * GIB, used=1, index="0", users=("pid 9",))
     report = ClusterReport(address="a", nodes=[NodeReport(host="b", gpus=[gpu])], occupied=2)
