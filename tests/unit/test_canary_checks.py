@@ -3,12 +3,18 @@ the faults of whole runs."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.schema import NumericsConfig
 from megatron_async_rl.metrics.load_log import WeightLoad
 from megatron_async_rl.verify.canary_checks import (
     FACTOR,
@@ -25,9 +31,12 @@ from megatron_async_rl.verify.canary_checks import (
     updated_rows,
     weights_row,
 )
+from megatron_async_rl.verify.canary_loop import measure_canaries
 from megatron_async_rl.verify.canary_samples import CanarySamples, InitialMeasurements
+from megatron_async_rl.verify.numerics import numerics_overrides
 from megatron_async_rl.verify.scorecard import RowVerdict, ScorecardRow
 from tests.stored_pages import require_page
+from tests.written_run import write_run
 
 CHANCES = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
 ROUNDING = 1e-6
@@ -240,3 +249,32 @@ def test_every_row_of_canaries_is_the_one_on_its_page() -> None:
             text += "".join(f"  - {one}\n" for one in row.details)
             text += f"  remedy: {row.remedy}\n" if row.verdict != RowVerdict.PASSED else ""
     require_page("verify/canaries", text)
+
+
+def test_only_prompts_that_no_environment_renders_are_lengthened(tmp_path: Path) -> None:
+    file = write_run(tmp_path, max_position_embeddings=4096)
+    lengths = []
+    for environment in ("null", "{name: 'tests.unit.agents:run'}"):
+        overrides = [f"rollout.environment={environment}", "policy.tokens_per_micro_batch=4096"]
+        (settings,) = (
+            one.removeprefix("run.numerics=")
+            for one in numerics_overrides(load(file, overrides))
+            if one.startswith("run.numerics=")
+        )
+        lengths.append(json.loads(settings)["long_prompt"])
+    assert lengths == [NumericsConfig.default_of("long_prompt"), 0]
+
+
+def test_canaries_end_without_a_measurement_if_the_run_stops(tmp_path: Path) -> None:
+    rank = Mock()
+    rank.rank0.next_batch.return_value = None
+    policy = SimpleNamespace(receive=lambda take: take())
+    config = load(write_run(tmp_path))
+    measure_canaries(config, policy, rank)  # type: ignore[arg-type]
+    assert rank.mock_calls == [
+        call.enter("waiting", "batch"),
+        call.await_batch(),
+        call.rank0.next_batch(),
+        call.rank0.set_status("stopped"),
+    ]
+    assert not config.run.dir.exists()

@@ -13,6 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow
 import pytest
@@ -313,7 +314,9 @@ def test_maps_of_a_table_are_objects(tmp_path: Path) -> None:
         read(path)
 
 
-def test_a_folder_or_table_that_the_system_cannot_read_is_refused(tmp_path: Path) -> None:
+def test_a_folder_or_table_that_the_system_cannot_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     as_parquet(tmp_path / "d.parquet", [{"prompt": "a" * 100}] * 100)
     whole = (tmp_path / "d.parquet").read_bytes()
     (tmp_path / "d.parquet").write_bytes(whole[:4] + bytes(60) + whole[64:])
@@ -325,6 +328,12 @@ def test_a_folder_or_table_that_the_system_cannot_read_is_refused(tmp_path: Path
         for reads in (read, count_rows):
             with pytest.raises(DataError, match=f"{name}: cannot be read: No such file"):
                 reads(tmp_path / name)
+    for name in ("b.json", "b.csv"):
+        (tmp_path / name).write_text("[]")
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_bytes", Mock(side_effect=OSError(5, "Input/output error")))
+            with pytest.raises(DataError, match=f"{name}: cannot be read: Input/output error"):
+                read(tmp_path / name)
     folder = tmp_path / "locked"
     folder.mkdir(mode=0)
     with permissions_count(), pytest.raises(DataError, match="locked: cannot be read: Permission"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -228,6 +229,29 @@ def test_every_what_if_analysis_prints_and_records_its_page(run: Path) -> None:
         ),
     }
     require_page("replays/what_if", "".join(f"$ {name}\n{text}" for name, text in pages.items()))
+
+
+@pytest.mark.parametrize("threads", [None, "3"])
+def test_a_replay_restores_the_number_of_threads_of_its_user(
+    run: Path, monkeypatch: pytest.MonkeyPatch, threads: str | None
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    trainer = Trainer(run)
+    edit_start(run, threads=5)
+    assert "exit code 0" in replayed(trainer, count=1)
+    assert os.environ.get("OMP_NUM_THREADS") == threads
+
+
+def test_a_damaged_sample_log_of_a_replay_is_named(run: Path) -> None:
+    file = max((run / "samples").glob("outcomes-*"))
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    refused = replayed(Trainer(run))
+    assert refused.startswith(f"RUN\n  RUN/samples/{file.name} ")
+    assert "\n  fix: " in refused
 
 
 def test_every_difference_of_the_starts_is_noted_on_its_page(run: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -463,6 +464,16 @@ def test_a_segment_that_was_deleted_between_others_is_a_gap(copied: Path, sound:
     card = verified(copied)
     assert {one.name for one in card.failed} == {"sample log"}
     require_changes("records/a_deleted_segment_between_others", card, sound)
+
+
+def test_a_gap_is_named_beside_a_damaged_segment(copied: Path) -> None:
+    (file,) = (copied / "samples").glob("outcomes-000001*")
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    (details,) = (one.details for one in verified(copied).failed if one.name == "sample log")
+    assert any(text.startswith(file.name) for text in details)
+    assert any(re.fullmatch(r"outcomes \d+ to \d+ are missing", text) for text in details)
 
 
 def test_a_newest_segment_that_was_deleted_is_missed(copied: Path, sound: Scorecard) -> None:
