@@ -208,7 +208,7 @@ def cached_file(model: str, file: str) -> Path | None:
     """Return the path of a model's file in the hub's cache; None if the cache lacks it."""
     from huggingface_hub import errors, try_to_load_from_cache
 
-    # A local path is not a valid repository name, so the cache has no file of it.
+    # The cache has no file of an invalid name, which a fetch reports.
     with contextlib.suppress(errors.HFValidationError):
         cached = try_to_load_from_cache(model, file)
         return Path(cached) if isinstance(cached, str) else None

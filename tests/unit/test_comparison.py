@@ -119,6 +119,7 @@ def test_a_run_without_a_metric_has_no_last_value_of_it(
     bare = tmp_path / "bare"
     ends = dict(ends_of(compared(two[0], bare)))
     assert ends["mean cosine of consecutive gradients"] == ["0.250", "–"]
+    assert ends["reward trained on, last tenth"] == ["0.800", "–"]
     with pytest.raises(UserError) as refused:
         write_comparison([bare])
     (problem,) = refused.value.problems

@@ -547,7 +547,8 @@ def test_sizes_of_an_absent_model_come_from_the_cache_or_the_table(
             found = published_shape(path)
             assert found is not None
             assert (found[0].parameters, "the table" in found[1]) == (parameters, True)
-    for unknown in (tmp_path / "models" / "Qwen9-8B", Path("hf://me/Qwen3-8B")):
+    hub_names = (Path("hf://me/Qwen3-8B"), Path("hf://me/no!name"))
+    for unknown in (tmp_path / "models" / "Qwen9-8B", *hub_names):
         assert published_shape(unknown) is None
 
     repository = cache / "models--Qwen--Qwen3-8B"
