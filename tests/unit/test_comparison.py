@@ -114,7 +114,8 @@ def test_a_run_without_a_metric_has_no_last_value_of_it(
     tmp_path: Path, two: tuple[Path, Path]
 ) -> None:
     log = MetricsLog(tmp_path / "bare", tensorboard=False, first_step=1)
-    log.log(1, {"time/step_s": 1.0})
+    # A run that samples responses, all of whose rewards failed.
+    log.log(1, {"time/step_s": 1.0, "tokens/generated": 9})
     log.close()
     bare = tmp_path / "bare"
     ends = dict(ends_of(compared(two[0], bare)))
