@@ -80,6 +80,14 @@ def test_alternation_takes_the_sum_of_the_parts_and_overlap_the_longer_side() ->
     assert overlap(1.0, 3.0, 1.0, publish=0.5, pause=0.25).step_s == 3.5
 
 
+def test_the_text_shows_how_much_faster_the_run_may_be_and_is() -> None:
+    text = overlap(3.0, 1.0, 0.5, publish=0.5, pause=0.25).as_text()
+    assert "disaggregated  3.25 s a step at best, 1.38 times as fast" in text
+    assert "this config    3.25 s a step, 1.38 times as fast as synchronous" in text
+    text = overlap(3.0, 1.0, 0.0, publish=0.5, pause=0.25).as_text()
+    assert "this config    4.5 s a step, 1.00 times as fast as synchronous" in text
+
+
 @pytest.mark.parametrize(("generate", "engines"), [(9.0, 2), (4.0, 1), (0.1, 4)])
 def test_the_balance_is_the_smallest_number_of_engines_that_keep_up(
     generate: float, engines: int
