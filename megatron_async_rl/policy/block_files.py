@@ -126,7 +126,7 @@ def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 def _text(error: CheckpointException) -> str:
     rank, first = _first_failure(error)
-    if isinstance(first, _Fault):
+    if isinstance(first, _Fault | _Unfit):
         return str(first)
     return f"rank {rank}: {type(first).__name__}: {first}"
 
@@ -221,6 +221,8 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
     ) -> None:
+        if isinstance(metadata, Exception):
+            raise metadata
         # The default would search it for tensors.
         self.state_dict, self.metadata = state_dict, metadata
         self.is_coordinator = is_coordinator
@@ -304,13 +306,25 @@ class _BlockFileReader(dcp.FileSystemReader):
         }
 
     def read_metadata(self, *_: Any, **__: Any) -> Any:
+        """Return the index, or an error that `_LoadPlanner` raises: torch replaces errors that are
+        raised here."""
+        try:
+            return self._index()
+        except Exception as error:  # noqa: BLE001 - the planner raises it
+            return error
+
+    def _index(self) -> Any:
         path = Path(self.path) / ".metadata"
         content = path.read_bytes()
         if self._files is not None:
             known = self._files.get(path.name)
             if (fault := "unknown" if known is None else known.fault(content)) is not None:
                 raise _Fault(f"{_named(path)}: {fault}")
-        return _Index(io.BytesIO(content)).load()
+        try:
+            return _Index(io.BytesIO(content)).load()
+        except Exception as error:  # a damaged pickle raises many types
+            fault = f"it cannot be read ({type(error).__name__}: {error})"
+            raise _Fault(f"{_named(path)}: {fault}") from error
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         if self._files is None:
