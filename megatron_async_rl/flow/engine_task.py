@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from megatron_async_rl.flow.colocated import DevicePhases, Phase
 from megatron_async_rl.flow.updates import Staged, WeightUpdates
@@ -289,7 +289,6 @@ class EngineTask:
             if slot.spec.first_version >= 0:
                 self._serve(slot.spec.first_version)
             await self._use(engine, self._failed)
-            raise AssertionError("an engine is used until it is lost")
         except WeightMismatch:
             raise
         except Exception as error:  # noqa: BLE001 - another engine may work, whatever the error
@@ -345,7 +344,7 @@ class EngineTask:
         await asyncio.sleep(self._restarts.delay_s())
         return True
 
-    async def _use(self, engine: Engine, failed: asyncio.Future[None]) -> None:
+    async def _use(self, engine: Engine, failed: asyncio.Future[None]) -> NoReturn:
         """Use the engine until it is lost; raise the reason."""
         works: list[asyncio.Future[None]] = [
             asyncio.ensure_future(self._listen(engine)),

@@ -276,8 +276,8 @@ class Rank0(OtherRank):
             self.record(result)
 
     def record(self, result: EvalResult | LossResult) -> None:
-        if self.schedule is None or self._log is None:
-            return
+        assert self.schedule is not None
+        assert self._log is not None
         values = self.schedule.record(result)
         if self._eval_log is not None:
             self._eval_log.append(result.as_json())

@@ -133,9 +133,6 @@ class Unsupported:
     value: Any
     supported: str
 
-    def __str__(self) -> str:
-        return f"{self.key} is {self.value!r}; supported: {self.supported}"
-
 
 def unsupported(config: Mapping[str, Any]) -> Unsupported | None:
     """Return the first key that rules the model out. `config`: as transformers 4 or 5 writes it."""
