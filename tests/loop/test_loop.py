@@ -4,6 +4,7 @@ error."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,12 +30,17 @@ from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.segments import load, read_entries
 from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.watchdog.events import Status, read_status
+from megatron_async_rl.watchdog.watch import STOP
 from megatron_async_rl.weights.version_digest import version_digest
-from tests.loop.one_process import Crash, Engines, LoopEngine, OneProcess, varied
+from tests.loop.one_process import Crash, EngineDied, Engines, LoopEngine, OneProcess, varied
 from tests.thorough import THOROUGH
 
 STEPS = 3
 SYNCHRONOUS = ("flow.async_ratio=0",)
+SUPERVISED = (
+    *("rollout=null", "flow.group_size=1", "flow.async_ratio=0"),
+    *("objective.loss=sft", "objective.advantage=none"),
+)
 COLOCATED = (*SYNCHRONOUS, "rollout.placement=colocated")
 EVERY_STEP = ("checkpoint.every=1",)
 EVALUATED = ("data.eval=held_out.jsonl", "eval.every=1", "eval.samples_per_prompt=2")
@@ -431,6 +437,54 @@ def test_a_reward_that_must_not_fail_ends_the_run(loop: OneProcess) -> None:
     assert status is not None
     assert (status.phase, status.step) == ("failed", 1)
     assert "no idea" in str(status.error)
+
+
+def test_a_failure_that_cannot_be_reported_is_still_the_error_of_the_run(
+    loop: OneProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(run_dir: Path, status: Status) -> None:
+        if status.phase == "failed":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rank0, "write_status", full)
+    config = loop.config("unreported", *SYNCHRONOUS, "rollout.reward.on_error=stop")
+    with pytest.raises(RewardFailed, match="no idea"):
+        loop.run(config, Engines(prepare=no_reward))
+    assert "OSError: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+def no_reward(engine: LoopEngine) -> None:
+    engine.reward = lambda request: None
+
+
+def test_engines_that_do_not_start_end_the_run_and_its_controller(loop: OneProcess) -> None:
+    def prepare(engine: LoopEngine) -> None:
+        raise EngineDied("it has no device")
+
+    config = loop.config("no engines")
+    with pytest.raises(EngineDied, match="it has no device"):
+        loop.run(config, Engines(prepare=prepare))
+    assert "controller" not in [thread.name for thread in threading.enumerate()]
+    status = read_status(config.run.dir)
+    assert status is not None
+    assert (status.phase, status.step) == ("failed", 0)
+
+
+@pytest.mark.parametrize("settings", [SYNCHRONOUS, SUPERVISED])
+def test_a_run_that_is_told_to_stop_saves_and_continues_later(
+    loop: OneProcess, settings: tuple[str, ...]
+) -> None:
+    config = loop.config("stopped", *settings)
+    config.run.dir.mkdir()
+    (config.run.dir / STOP).touch()
+    loop.run(config, Engines())
+    status = read_status(config.run.dir)
+    assert status is not None
+    assert (status.phase, status.step, status.checkpoint) == ("stopped", 0, "step_00000000")
+    assert not (config.run.dir / "hf").exists()
+    (config.run.dir / STOP).unlink()
+    loop.run(config, Engines())
+    assert [line["step"] for line in lines(config.run.dir / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_traced(loop: OneProcess) -> None:

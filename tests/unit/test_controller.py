@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import pickle
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,6 +148,23 @@ def test_a_sample_older_than_the_bound_stops_the_run() -> None:
     run(body)
 
 
+def test_a_sample_of_two_versions_stops_a_run_with_exact_lag() -> None:
+    async def body() -> None:
+        engine = FakeEngine()
+        engine.alter = lambda sample: replace(sample, versions=np.array([0, 1], np.int32))
+        settings = flow(3, 1.0, selection={"name": "exact_lag", "lag": 1})
+        controller = await begin([engine], settings)
+        message = (
+            r"sample 0-0 has tokens of versions 0 to 1 and trains 0; flow\.selection: exact_lag"
+            " needs all of them to be of one version, 1 before"
+        )
+        with pytest.raises(StalenessViolated, match=message):
+            await controller.next_batch(0)
+        await controller.close()
+
+    run(body)
+
+
 def test_the_trainer_may_take_the_next_batch_while_the_engines_still_load_its_weights() -> None:
     async def body() -> None:
         engine = FakeEngine()
@@ -270,6 +290,24 @@ def test_a_run_has_as_many_engines_as_its_directory_asks_for(tmp_path: Path) -> 
         assert noted[-1] == "engine-1 has left"
 
     run(body)
+
+
+def test_an_event_that_cannot_be_written_is_in_the_log_and_the_run_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        (tmp_path / "events.jsonl").mkdir()
+        controller = await begin([FakeEngine()], flow(), run_dir=tmp_path)
+        controller.note("engine-0 has joined")
+        await train(controller, 0, 1)
+        await controller.close()
+
+    caplog.set_level(logging.INFO)
+    run(body)
+    written = [one for one in caplog.records if one.levelno == logging.ERROR]
+    assert [one.getMessage() for one in written] == ["the event could not be written"]
+    assert isinstance(written[0].exc_info[1], IsADirectoryError)
+    assert "engine-0 has joined" in caplog.messages
 
 
 def test_a_group_that_is_dropped_before_its_reward_is_counted_and_reported(tmp_path: Path) -> None:

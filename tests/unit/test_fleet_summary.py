@@ -152,6 +152,17 @@ def test_segments_are_counted_where_a_sample_has_several() -> None:
     assert "response/segments_mean" not in single
 
 
+def test_the_parts_of_rewards_have_means_over_the_samples_that_have_them() -> None:
+    prompt = Prompt(id="p", text="", token_ids=(1,))
+    parts = ({"right": 1.0, "short": 0.5}, {"right": 0.0}, None, {})
+    samples = [
+        replace(make_sample(prompt, f"0-{k}", [5]), reward_parts=one) for k, one in enumerate(parts)
+    ]
+    seen = summarise(columns(TrainBatch.of(0, [samples])), 0)
+    found = {name: value for name, value in seen.items() if name.startswith("reward/part/")}
+    assert found == {"reward/part/right": 0.5, "reward/part/short": 0.5}
+
+
 def test_a_group_whose_rewards_all_failed_teaches_nothing_either() -> None:
     batch = columns(rewards_batch([[None, None], [1.0, 0.0], [0.5, 0.5], [None, 1.0]]))
     assert summarise(batch, 3)["reward/equal_groups"] == 3 / 4

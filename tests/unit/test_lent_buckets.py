@@ -318,6 +318,7 @@ def test_what_ranks_did_for_the_version_before_is_no_bucket_of_this_one() -> Non
     buckets.buffer_filled(BucketRef(path="0:1/0", size=8, nbytes=8, entries=()))
     assert buckets.take(0) is None
     assert buckets.next_buffer_request() == BufferRequest(version=2, number=0)
+    assert buckets.next_buffer_request() is None, "ranks fill one bucket at a time"
 
 
 @given(st.data())

@@ -242,6 +242,19 @@ def test_segments_stay_that_the_oldest_checkpoint_needs(
             assert len(recorded.batch(step).samples) == GROUP
 
 
+def test_a_damaged_log_keeps_no_segment_for_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_retention, "MOST", 10**9)
+    run_of_several_segments(tmp_path)
+    checkpoint(tmp_path, 2)
+    lacking = file_of(tmp_path / FOLDER, "samples", 1)
+    assert lacking is not None
+    lacking.unlink()
+    assert make_room(tmp_path, keep=1, added=1, async_ratio=9.0) is None
+    assert numbers_in(tmp_path / FOLDER) == []
+
+
 def test_a_log_never_exceeds_a_multiple_of_its_limit(tmp_path: Path) -> None:
     run_of_several_segments(tmp_path)
     checkpoint(tmp_path, 2)
