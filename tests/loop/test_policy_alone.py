@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
-from collections.abc import Iterator
+import shutil
+import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from megatron_async_rl.config.advantages import OpobAdvantage
 from megatron_async_rl.config.controls import DisplacementControl, GacControl
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.config.policy import (
@@ -20,16 +27,25 @@ from megatron_async_rl.config.policy import (
     ParallelConfig,
     PolicyConfig,
 )
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import ModelConfig
-from megatron_async_rl.policy import device
+from megatron_async_rl.policy import device, device_memory
 from megatron_async_rl.policy.anomaly import NonFiniteError
 from megatron_async_rl.policy.background import Background
-from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
+from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken, looks_whole
 from megatron_async_rl.policy.device_memory import StateReleased
+from megatron_async_rl.policy.digested_folder import require_export
+from megatron_async_rl.policy.model import UnsupportedModel
+from megatron_async_rl.policy.opob import OpobUnsupported
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.policy import Policy
+from megatron_async_rl.samples import Prompt
+from megatron_async_rl.samples.rows import TrainBatch
+from megatron_async_rl.weights import convert as convert_module
+from megatron_async_rl.weights.convert import export_hf
+from megatron_async_rl.weights.export import WeightExporter
 from tests.tiny_models import save_tiny_model
-from tests.train_batches import columns, ragged_batch, rewards_batch
+from tests.train_batches import columns, make_sample, ragged_batch, rewards_batch
 
 MOVING = ObjectiveConfig(
     kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7), proximal="ewma", ewma_decay=0.6
@@ -289,6 +305,203 @@ def test_a_checkpoint_of_another_model_is_refused(build: Build, tmp_path: Path) 
         plain.load(tmp_path / "plain")
 
 
+def test_damage_to_a_checkpoint_without_digests_names_the_file(
+    build: Build, tmp_path: Path
+) -> None:
+    policy = build()
+    policy.save(tmp_path, 1, {"version": 1}, keep=1)
+    path = tmp_path / "step_00000001"
+    _edit(path / "about.json", lambda content: content.pop("files"))
+    assert policy.load(tmp_path) == {"version": 1}
+
+    def refusal(name: str, content: bytes | None) -> str:
+        """The reason of a load while the file has this content, or is not there."""
+        whole = (path / name).read_bytes()
+        (path / name).unlink()
+        if content is not None:
+            (path / name).write_bytes(content)
+        with pytest.raises(CheckpointBroken) as raised:
+            policy.load(tmp_path)
+        (path / name).write_bytes(whole)
+        found = str(raised.value).partition("\n  fix: ")[0]
+        assert f"{path} is damaged: " in found
+        return found.partition(" is damaged: ")[2]
+
+    state = (path / "state.pt").read_bytes()
+    at = state.index(b"version")
+    torn = state[:at] + b"V" + state[at + 1 :]
+    other = io.BytesIO()
+    with zipfile.ZipFile(other, "w") as file:
+        file.writestr("state/odd", b"no tensor")
+    assert refusal("state.pt", b"no zip file") == (
+        "state.pt cannot be read (BadZipFile: File is not a zip file)"
+    )
+    assert refusal("state.pt", torn) == (
+        "state.pt cannot be read (BadZipFile: archive/data.pkl is damaged)"
+    )
+    assert refusal("state.pt", None).startswith("state.pt cannot be read (FileNotFoundError: ")
+    assert refusal("state.pt", other.getvalue()).startswith(
+        "state.pt cannot be read (RuntimeError: "
+    )
+    assert refusal("rank_0.pt", None) == "rank_0.pt is not there"
+    assert refusal("sharded/.metadata", None) == "sharded/.metadata is not there"
+    assert refusal("sharded/.metadata", b"no index").startswith(
+        "sharded/.metadata: it cannot be read (UnpicklingError: "
+    )
+
+
+def test_a_damaged_checkpoint_names_an_older_one_only_if_that_is_whole(
+    build: Build, tmp_path: Path
+) -> None:
+    policy = build()
+    for step_number in (1, 2):
+        policy.save(tmp_path, step_number, {"version": step_number}, keep=2)
+    older, newer = (tmp_path / f"step_0000000{number}" for number in (1, 2))
+    damaged = newer / "sharded" / "__0_0.distcp"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(CheckpointBroken) as raised:
+        policy.load(tmp_path)
+    assert f"{newer} is damaged: sharded/__0_0.distcp: tensor " in str(raised.value)
+    assert f"use {older}, the newest other checkpoint that is whole" in str(raised.value)
+    assert looks_whole(older)
+    (older / "state.pt").unlink()
+    assert not looks_whole(older)
+    with pytest.raises(CheckpointBroken, match=r"no other checkpoint of .* is whole"):
+        policy.load(tmp_path)
+
+
+def test_a_checkpoint_that_the_disk_does_not_return_is_not_whole(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build().save(tmp_path, 1, {}, keep=1)
+    assert looks_whole(path)
+    is_file = Path.is_file
+
+    def failing(file: Path) -> bool:
+        if file.name == "state.pt":
+            raise OSError(errno.EIO, "Input/output error")
+        return is_file(file)
+
+    monkeypatch.setattr(Path, "is_file", failing)
+    assert looks_whole(path) is False
+
+
+def test_the_fixed_reference_of_adapters_is_their_base_and_has_no_digest_of_its_own(
+    build: Build, tmp_path: Path
+) -> None:
+    fixed = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig())
+    policy = build(fixed, lora=LoraConfig(rank=2, alpha=4))
+    path = policy.save(tmp_path, 1, {}, keep=1)
+    assert json.loads((path / "about.json").read_text())["reference_digest"] is None
+
+
+def test_a_reference_from_another_directory_leaves_the_weights_as_they_were(
+    build: Build, tmp_path: Path
+) -> None:
+    other = save_tiny_model(tmp_path / "other", vocab_size=96, seed=1)
+    kl = KlConfig(coef=0.1)
+    policy = build(ObjectiveConfig(kl=kl, reference=ReferenceConfig(path=other)))
+    assert same(weights(policy), weights(build()))
+    of_other = build(ObjectiveConfig(kl=kl, reference=ReferenceConfig()), path=other)
+    digest = policy.references.fixed_digest()
+    assert digest is not None
+    assert digest == of_other.references.fixed_digest()
+
+
+def test_models_and_settings_that_a_policy_cannot_compute_are_refused(
+    build: Build, tmp_path: Path
+) -> None:
+    experts = save_tiny_model(tmp_path / "experts", "qwen3_moe", vocab_size=96)
+    message = (
+        r"policy\.lora\.targets: \['down_proj', 'gate_proj', 'up_proj'\] are experts here, which"
+        " have no adapters; name q_proj, k_proj, v_proj, o_proj alone"
+    )
+    with pytest.raises(ValueError, match=message):
+        build(path=experts, lora=LoraConfig(rank=2))
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapted = build(path=experts, lora=LoraConfig(rank=2, targets=attention))
+    trained = {
+        name.split(".")[-2]
+        for name, parameter in adapted.model.chunks[0].named_parameters()
+        if parameter.requires_grad
+    }
+    assert trained == set(attention)
+
+    exact = ObjectiveConfig(advantage=OpobAdvantage(mode="exact"), loss="reinforce")
+    overlap = ParallelConfig(overlap_grad_reduce=True)
+    with pytest.raises(OpobUnsupported, match="needs gradients that are reduced once, at the end"):
+        build(exact, parallel=overlap)
+
+    other = save_tiny_model(tmp_path / "other", vocab_size=96)
+    _edit_json(other / "config.json", model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    with pytest.raises(UnsupportedModel, match=rf"^{other}/config.json: model_type is 'gpt2'; sup"):
+        build(path=other)
+
+
+def test_an_export_of_several_files_replaces_what_was_there(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = build()
+    exporter, source = WeightExporter(policy.model.bridge, policy.model.chunks), tmp_path / "source"
+    shutil.copytree(policy.model.source, source)
+    (source / "digests.json").write_text("of another model")
+    export_hf(exporter, source, tmp_path / "single")
+    whole = load_file(tmp_path / "single" / "model.safetensors")
+    assert not (tmp_path / "single" / "model.safetensors.index.json").exists()
+
+    out = tmp_path / "several"
+    for folder in (out, tmp_path / "several.unfinished"):
+        folder.mkdir()
+        (folder / "left").touch()
+    monkeypatch.setattr(convert_module, "FILE_BYTES", 1)
+    monkeypatch.setattr(convert_module, "BUCKET_BYTES", 2**13)
+    export_hf(exporter, source, out)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    names = sorted({*index["weight_map"].values()})
+    assert len(names) > 2
+    assert names == [
+        f"model-{n + 1:05d}-of-{len(names):05d}.safetensors" for n in range(len(names))
+    ]
+    assert sorted(one.name for one in out.glob("*.safetensors")) == names
+    found = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
+    assert found.keys() == whole.keys() == set(exporter.names)
+    assert same(whole, found)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    assert not (out / "left").exists()
+    assert not (tmp_path / "several.unfinished").exists()
+    require_export(out, "MODEL")
+
+
+def test_a_conversion_is_refused_before_it_begins(build: Build, tmp_path: Path) -> None:
+    folder, out = tmp_path / "checkpoint", tmp_path / "out"
+    path = build().save(folder, 1, {}, keep=1)
+    out.mkdir()
+    (out / "own").touch()
+    with pytest.raises(
+        UserError, match=rf"^OUT\n  {out} is not empty\n  fix: name a new directory"
+    ):
+        convert_module.convert(folder, out)
+    assert [one.name for one in out.iterdir()] == ["own"]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match=rf"^CHECKPOINT\n  {tmp_path}/none holds no checkpoint\n"):
+        convert_module.convert(tmp_path / "none", tmp_path / "new")
+    gone = tmp_path / "gone"
+    _edit(path / "about.json", lambda content: content.update(model_path=str(gone)))
+    message = (
+        rf"^CHECKPOINT\n  {path} was trained from {gone}, whose config\.json and tokenizer are"
+        r" needed and not there\n  fix: put that model directory back"
+    )
+    with pytest.raises(UserError, match=message):
+        convert_module.convert(folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def _edit_json(file: Path, **changed: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+
+
 def test_a_fixed_reference_has_the_digest_with_which_it_was_saved(
     build: Build, tmp_path: Path
 ) -> None:
@@ -337,6 +550,20 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_published(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_step_that_is_not_finite_is_skipped_although_no_file_may_name_its_samples(
+    build: Build,
+) -> None:
+    policy = build()
+    before = weights(policy)
+    prompt = Prompt(id="p", text="", token_ids=(4,))
+    unknown = {"logprobs": [np.nan] * 2, "versions": [3, 3]}
+    samples = [make_sample(prompt, f"0-{k}", [5, 6], reward=k, **unknown) for k in range(2)]
+    metrics = policy.train_step(columns(TrainBatch.of(3, [samples])))
+    assert metrics["policy/nonfinite"] == 1.0
+    assert policy.step.nonfinite_ids == []
+    assert same(before, weights(policy))
+
+
 def test_a_score_is_the_log_prob_of_every_response_token(build: Build) -> None:
     policy = build()
     samples = columns(ragged_batch(groups=2, version=3)).select(np.arange(4))
@@ -375,6 +602,73 @@ def test_memory_is_counted_by_owner_and_released_between_steps(build: Build) -> 
     assert policy.memory.held() == held
     assert same(before, weights(policy))
     step(policy, 4)
+
+
+def test_a_second_release_or_restore_does_nothing(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = build()
+    step(policy)
+    copies, copied = [], device_memory._copied
+
+    def counted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        copies.append(len(tensors))
+        return copied(tensors)
+
+    monkeypatch.setattr(device_memory, "_copied", counted)
+    before, held = weights(policy), policy.memory.held()
+    gradients = [one.main_grad.fill_(1.0) for one in policy.model.chunks[0].parameters()]
+    policy.memory.restore()
+    assert all((gradient == 1.0).all() for gradient in gradients)
+    policy.memory.release()
+    policy.memory.release()
+    assert len(copies) == 1
+    policy.memory.restore()
+    assert policy.memory.held() == held
+    assert same(before, weights(policy))
+
+
+def test_host_memory_that_ran_out_at_a_release_is_named_with_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = [torch.empty(2**28, device="meta"), torch.empty(2**29, device="meta")]
+
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(device_memory, "torch", SimpleNamespace(**{**vars(torch), "empty": full}))
+    with pytest.raises(RuntimeError, match="can't allocate memory") as raised:
+        device_memory._copied(state)
+    assert raised.value.__notes__ == ["3.0 GiB of host memory are needed for the training state"]
+
+
+def test_a_restore_waits_for_the_memory_of_an_engine_that_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, refusals = [0.0], [torch.OutOfMemoryError("CUDA out of memory")] * 3
+
+    class Storage:
+        size = 0
+
+        def resize_(self, nbytes: int) -> None:
+            if refusals:
+                raise refusals.pop()
+            self.size = nbytes
+
+    def pause(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=pause)
+    monkeypatch.setattr(device_memory, "time", clock)
+    storage: Any = Storage()
+    device_memory._take(storage, 8)
+    assert (storage.size, now[0]) == (8, pytest.approx(3 * device_memory.PAUSE_S))
+    refusals[:] = [torch.OutOfMemoryError("CUDA out of memory")] * 10**4
+    with pytest.raises(torch.OutOfMemoryError):
+        device_memory._take(storage, 16)
+    waited = now[0] - 3 * device_memory.PAUSE_S
+    assert waited == pytest.approx(device_memory.MEMORY_FREE_TIMEOUT_S, rel=0.05)
+    assert storage.size == 8
 
 
 def test_memory_of_other_processes_is_counted_on_cuda(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron_async_rl.policy import block_files, blocks
@@ -73,6 +74,20 @@ def test_padding_may_be_more_or_less_than_the_files_have():
     )
     less = [block(4, whole=4, padded=True)]
     assert sum(prod(item.lengths) for item in reading((5, 2), [block(5, whole=5)], less).items) == 8
+
+
+def test_a_part_that_is_no_run_of_its_parameter_is_refused():
+    weight = torch.arange(12.0).view(4, 3)
+
+    def refusal(cut):
+        def build(key, data, *_):
+            return [ShardedTensor.from_rank_offsets(f"{key}.part", cut(data))]
+
+        with pytest.raises(ValueError, match=r"^w\.part is not a run of the elements of its param"):
+            blocks._parts_of(ShardedTensorFactory("w", weight, build, lambda found: found))
+
+    refusal(lambda data: data.t())
+    refusal(lambda data: data[1:3].clone())
 
 
 def test_a_block_is_found_by_its_place():
