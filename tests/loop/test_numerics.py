@@ -72,6 +72,18 @@ def test_a_sound_config_passes_every_row(loop: OneProcess, dtype: str) -> None:
     assert "0 of 19 parameters" in values["gradients"]
 
 
+def test_adapters_and_a_value_head_receive_gradients_although_they_begin_at_zero(
+    loop: OneProcess,
+) -> None:
+    settings = (
+        "policy.lora={rank: 2}",
+        "objective={loss: ppo_clip, proximal: recompute, advantage: gae, value: {}}",
+    )
+    card = verified(loop, "adapters", CanaryEngines(), *settings)
+    values = {row.name: row.value for row in card.rows}
+    assert values["gradients"].startswith("0 of "), card.text()
+
+
 FAULTS = {
     # Sampled and reported at another temperature: the trainer differs in everything it compares.
     "temperature": LOGPROBS | {"sampling distribution"},

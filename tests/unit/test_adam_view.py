@@ -14,7 +14,14 @@ from megatron_async_rl.controls.decision import Control, Decision, UpdateCorrect
 from megatron_async_rl.controls.gac import Gac, MatchedLr
 from megatron_async_rl.gradients import clip_to, scale
 from megatron_async_rl.policy import step as step_module
-from megatron_async_rl.policy.adam_view import AdamView, TakenStep
+from megatron_async_rl.policy.adam_view import (
+    AdamView,
+    StateMissing,
+    TakenStep,
+    adam_steps,
+    masters_of,
+    set_adam_steps,
+)
 from megatron_async_rl.policy.optimizer import BlockAdam
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from tests.gradients import OneRank, Shard
@@ -161,6 +168,34 @@ def test_a_fused_adam_with_a_step_per_group_gives_the_same_view():
         by_parameter, AdamView(megatron, SETTINGS, 3, last).last_update(), strict=True
     ):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["torch", "fused"])
+def test_the_steps_of_a_checkpoint_are_counted_where_adam_counts_them(kind):
+    if kind == "torch":
+        adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2)) for _ in range(2)])
+        for parameter in adam.param_groups[0]["params"]:
+            parameter.grad = torch.ones(2)
+        adam.step()
+    else:
+        adam = SimpleNamespace(state={}, param_groups=[{"step": 0}, {"step": 0}])
+    part = SimpleNamespace(optimizer=adam, param_groups=adam.param_groups)
+    set_adam_steps(part, 7)
+    assert adam_steps(part) == 7
+    if kind == "torch":
+        assert [float(state["step"]) for state in adam.state.values()] == [7.0, 7.0]
+    else:
+        assert adam.param_groups == [{"step": 7}, {"step": 7}]
+
+
+def test_a_master_of_fewer_bits_is_refused():
+    half = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    megatron = SimpleNamespace(param_groups=[{"params": [torch.nn.Parameter(torch.ones(2)), half]}])
+    message = r"a parameter of shape \[2, 3\] in torch\.bfloat16: it has no float32 master to read"
+    with pytest.raises(StateMissing, match=message):
+        masters_of(megatron)
+    del megatron.param_groups[0]["params"][1]
+    assert [each.dtype for each in masters_of(megatron)] == [torch.float32]
 
 
 def test_before_the_first_step_there_is_neither_momentum_nor_update_even_where_adam_has_state():

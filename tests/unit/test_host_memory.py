@@ -17,6 +17,7 @@ import ray.exceptions
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from rich.console import Console
 
+from megatron_async_rl import train
 from megatron_async_rl.config.load import load
 from megatron_async_rl.flow.errors import EngineMemoryOut, FlowError
 from megatron_async_rl.launch.ending import explain_failure
@@ -300,6 +301,25 @@ def test_a_host_error_lists_processes_and_keys_of_the_device_in_use(tmp_path: Pa
     assert "kv_cache_gib" not in on_gpu.fix
     vllm = RuntimeError("No available memory for the cache blocks.")
     assert isinstance(memory_ran_out(vllm, config, "train", dict, on_cpu=True), HostMemoryOut)
+
+
+def test_a_rank_whose_device_answers_nothing_reports_the_error_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> dict[str, int]:
+        raise RuntimeError("the device does not answer")
+
+    config, error = load(write_run(tmp_path)), RuntimeError("CUDA error: out of memory")
+    trainer: Any = SimpleNamespace(devices=SimpleNamespace(current="train"), held=broken)
+    assert train._explained(error, config, trainer, "cuda") is error
+    assert "RuntimeError: the device does not answer" in capsys.readouterr().err
+    trainer.held = lambda: {"gradients": 3 * GIB}
+    explained = train._explained(error, config, trainer, "cuda")
+    assert "in phase train; this rank's holds gradients 3.0 GiB" in str(explained)
+    no_memory = RuntimeError(FROM_TORCH)
+    assert isinstance(train._explained(no_memory, config, trainer, "cpu"), HostMemoryOut)
+    other = ValueError("no")
+    assert train._explained(other, config, trainer, "cpu") is other
 
 
 def test_a_run_without_free_memory_is_refused_before_it_starts(tmp_path: Path) -> None:
