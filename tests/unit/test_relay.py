@@ -331,6 +331,23 @@ def test_a_silent_peer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
         server.close()
 
 
+def test_an_error_of_the_server_itself_is_in_its_log(
+    machines: Machines, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("odd")
+
+    server = machines.server
+    connection = ("192.0.2.7", 4711)
+    try:
+        broken()
+    except ZeroDivisionError:
+        server._server.handle_error(None, connection)
+    (record,) = [one for one in caplog.records if one.exc_info is not None]
+    assert record.getMessage() == f"the relay's connection to {connection} failed"
+    assert record.exc_info[0] is ZeroDivisionError
+
+
 def test_a_transfer_continues_while_a_newer_version_is_staged(machines: Machines) -> None:
     newer: list[Manifest] = []
 

@@ -536,6 +536,27 @@ def test_a_set_that_fails_costs_only_itself_and_is_made_anew() -> None:
     run(body)
 
 
+def test_a_set_that_failed_is_not_made_anew_for_an_engine_that_left() -> None:
+    async def body() -> None:
+        engine = Reader(0, "engine-0@a")
+        async with relayed(engine, **SET) as harness:
+            await until(lambda: len(harness.started) == 1)
+
+            def leave(machine: str, reason: str, *, all_engines: bool) -> None:
+                engine.machine = HERE
+                harness.updates.forget(engine.index)
+
+            harness.on_machine_lost = leave  # type: ignore[method-assign]
+            harness.started[0].failure = RuntimeError("its worker has died")
+            harness.stage(1)
+            await until(lambda: harness.relays._tasks == {})
+            assert len(harness.started) == 1
+            (note,) = harness.notes
+            assert "copies weights to engine-0, is lost; restart 1 of 3" in note
+
+    run(body)
+
+
 def test_a_set_ends_with_its_engine_and_the_one_in_its_place_has_nothing_yet() -> None:
     async def body() -> None:
         engine = Reader(0, "engine-0@a")
