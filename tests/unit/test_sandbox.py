@@ -29,6 +29,7 @@ from megatron_async_rl.rollout.isolation.sandbox import (
     Usage,
     run,
 )
+from megatron_async_rl.rollout.isolation.sandboxed import ends_within
 from megatron_async_rl.rollout.rewards import code as code_module
 from megatron_async_rl.rollout.rewards.code import ProgramsStarved, code, source_of
 from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward
@@ -419,6 +420,18 @@ def test_a_signal_that_ends_the_launcher_counts_as_the_programs() -> None:
     with Sandbox("import time\ntime.sleep(600)", limits=limited(wall_s=600)) as box:
         os.kill(box._process.pid, signal.SIGHUP)
         assert box.wait().code == 128 + signal.SIGHUP
+
+
+def test_no_program_outlives_its_launcher(isolation: Any) -> None:
+    limits = Limits(isolation=isolation, wall_s=600)
+    with Sandbox("import time\ntime.sleep(600)", limits=limits) as box:
+        inside = list(map(os.pidfd_open, sandbox._descendants(box._process.pid)))
+        os.kill(box._process.pid, signal.SIGKILL)
+        assert box.wait().code == 128 + signal.SIGKILL
+    assert inside
+    assert all(ends_within(process, 120) for process in inside)
+    for process in inside:
+        os.close(process)
 
 
 @looped(

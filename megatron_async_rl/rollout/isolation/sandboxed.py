@@ -278,6 +278,14 @@ def exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
+def end_with(parent: int) -> None:
+    """Make the kernel kill this process at the end of the process `parent`, its parent."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have ended before the line above.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def fork_under_subreaper(forwarded: tuple[int, ...] = ()) -> int:
     """Fork. This process becomes the subreaper of the child and does not return; the child returns
     the pid of the subreaper, its parent.
@@ -297,10 +305,8 @@ def fork_under_subreaper(forwarded: tuple[int, ...] = ()) -> int:
     subreaper = os.getpid()
     child = os.fork()
     if not child:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with(subreaper)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-        if os.getppid() != subreaper:
-            os._exit(1)
         return subreaper
 
     def forward(number: int, _: object) -> None:
@@ -337,12 +343,15 @@ def main() -> None:
                 control.close()
                 os._exit(exit_code(wait_for(program)))
         else:
-            fork_under_subreaper()
+            subreaper = fork_under_subreaper()
         os.environ.pop("PWD", None)  # set by bubblewrap
         os.chdir(folder)
         limit(settings)
         if settings["user"] is not None:
             switch_user(settings["user"], folder)
+        if not isolated:
+            # Again, because the kernel forgets the signal when a process switches its user.
+            end_with(subreaper)
         drop_capabilities()
         # Before Landlock and the filter, which the kernel otherwise refuses without privileges.
         called(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up privileges")
