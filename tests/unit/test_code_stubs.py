@@ -75,8 +75,12 @@ def test_plain_values_arrive_equal_and_of_the_same_class() -> None:
 
 
 def test_a_subclass_arrives_as_its_base_with_its_number() -> None:
-    kept, counter = Kept(), collections.Counter("aab")
+    class Length(float):
+        pass
+
+    kept, counter, length = Kept(), collections.Counter("aab"), Length(2.5)
     assert crossed(counter, kept) == ({"a": 2, "b": 1}, counter)
+    assert crossed(length, kept, limit=1) == (2.5, length)
 
 
 def test_any_other_value_stays_and_has_a_number() -> None:

@@ -62,6 +62,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"inputs": [[1]], "outputs": [[2]], "fn_name": "f"}, "has `fn_name` 'f'"),
     ([{"input": "1", "output": "2", "testtype": "functional"}], "has `testtype` 'functional'"),
     ([{"input": "1", "output": "2", "type": "function_call"}], "has `type` 'function_call'"),
+    ([{"input": "1", "output": "2", "fn_name": "g"}], "has `fn_name` 'g'"),
     ([{"input": "1", "output": " \n"}], "has an `output` without a visible character"),
     ([["1", "2"]], "has the test ['1', '2']"),
     (float("nan"), "is nan"),

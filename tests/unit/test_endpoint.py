@@ -7,13 +7,14 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from aiohttp import ClientSession
 from transformers import AutoTokenizer
 
 from megatron_async_rl.config.rollout import EnvironmentConfig
@@ -380,6 +381,13 @@ CALLS_NOTHING = {"role": "assistant", "tool_calls": [{"id": "1", "function": Non
         ({"body": {"stop": [7]}}, r"stop must be text, or a list of texts, not \[7\]"),
         ({"body": {"messages": [{"role": "user", "tool_calls": "f"}]}}, "tool_calls must be"),
         ({"body": {"messages": [CALLS_NOTHING]}}, "function whose name and arguments are text"),
+        ({"body": {"messages": []}}, "messages must be a list of messages"),
+        ({"body": {"messages": "?"}}, "messages must be a list of messages"),
+        ({"body": {"messages": ["?"]}}, r"messages\[0\] is not an object with a role"),
+        (
+            {"body": {"messages": [{"role": "user"}, {"role": None}]}},
+            r"messages\[1\] is not an object with a role",
+        ),
         ({"question": "?" * 500}, "the sample is at its limit, rollout.sampling.max_tokens: 400"),
         (
             {"question": [{"type": "image_url"}]},
@@ -442,6 +450,133 @@ def test_the_error_of_a_full_sample_has_the_code_of_openai(played: Played) -> No
     _, error, _ = played(**fields)
     assert error is not None
     assert '"code": "context_length_exceeded"' in error
+
+
+class LocalAgent:
+    """Agent in the process of the endpoint. `talk`: receives a client and the base URL."""
+
+    def __init__(self, talk: Callable[[ClientSession, str], Awaitable[float]]) -> None:
+        self._talk = talk
+
+    async def run(self, prompt: Prompt, base_url: str) -> float:
+        async with ClientSession() as client:
+            return await self._talk(client, base_url)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def talked(played: Played, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that plays a sample of a LocalAgent: its transcript, error and requests."""
+
+    def play(
+        talk: Callable[[ClientSession, str], Awaitable[float]], max_tokens: int = 400
+    ) -> tuple[Transcript, str | None, list[list[int]]]:
+        async def opened() -> LocalAgent:
+            return LocalAgent(talk)
+
+        monkeypatch.setattr(played.pool, "open", opened)
+        return played(max_tokens=max_tokens)
+
+    return play
+
+
+async def refusal(response: Any) -> tuple[int, str, str | None]:
+    """Return status, message and code of an error."""
+    error = (await response.json())["error"]
+    return response.status, error["message"], error["code"]
+
+
+def test_a_body_that_is_not_a_json_object_is_refused(talked: Any) -> None:
+    refused = []
+
+    async def talk(client: ClientSession, url: str) -> float:
+        for body in (b"[1]", b"{", b"[" * 100_000):
+            async with client.post(f"{url}/chat/completions", data=body) as response:
+                refused.append(await refusal(response))
+        return 1.0
+
+    _, error, requested = talked(talk)
+    what = "the call is not a JSON object"
+    assert refused[0] == (400, what, None)
+    assert [status for status, _, _ in refused] == [400] * 3
+    for (_, message, _), reason in zip(refused[1:], ("Expecting", "maximum rec"), strict=True):
+        assert message.startswith(f"{what}: {reason}")
+    assert error is not None
+    assert error.endswith(f"(a call was refused: {refused[-1][1]})")
+    assert requested == []
+
+
+def test_an_agent_can_list_the_model(talked: Any) -> None:
+    listed = []
+
+    async def talk(client: ClientSession, url: str) -> float:
+        for path in ("/models", "/models/any"):
+            async with client.get(url + path) as response:
+                listed.append(await response.json())
+        return 1.0
+
+    talked(talk)
+    model = {"id": "policy", "object": "model", "created": 0, "owned_by": "megatron_async_rl"}
+    assert listed == [{"object": "list", "data": [model]}, model]
+
+
+def test_a_request_after_the_end_of_its_agent_is_refused(played: Played, talked: Any) -> None:
+    urls = []
+
+    async def talk(client: ClientSession, url: str) -> float:
+        urls.append(url)
+        return 1.0
+
+    async def request() -> list[Any]:
+        async with ClientSession() as client:
+            body = {"messages": [{"role": "user", "content": "?"}]}
+            async with (
+                client.get(f"{urls[0]}/models") as models,
+                client.post(f"{urls[0]}/chat/completions", json=body) as completed,
+            ):
+                return [await refusal(models), await refusal(completed)]
+
+    talked(talk)
+    ended = (404, "the session does not exist, or its agent has ended", None)
+    assert played.runner.run(request()) == [ended, ended]
+
+
+def test_a_huge_message_is_refused_before_it_is_tokenized(
+    played: Played, talked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first message of a segment, and a message after a turn."""
+    refused = []
+
+    async def talk(client: ClientSession, url: str) -> float:
+        huge = {"role": "user", "content": "?" * 100_000}
+        messages = [{"role": "user", "content": "?"}]
+
+        async def post(*messages: Any) -> Any:
+            body = {"messages": messages}
+            async with client.post(f"{url}/chat/completions", json=body) as response:
+                if response.status != 200:
+                    return refused.append(await refusal(response))
+                return (await response.json())["choices"][0]["message"]
+
+        await post(huge)
+        messages.append(await post(*messages))
+        await post(*messages, huge)
+        return 1.0
+
+    tokenizer = played.agents._tokenizer
+    encode = tokenizer.encode_rendered
+    encoded: list[int] = []
+    monkeypatch.setattr(
+        tokenizer, "encode_rendered", lambda text: encoded.append(len(text)) or encode(text)
+    )
+    transcript, error, _ = talked(talk)
+    limit = "the sample is at its limit, rollout.sampling.max_tokens: 400"
+    code = "context_length_exceeded"
+    assert refused == [(400, f"{code}: {limit}", code)] * 2
+    assert (error, len(transcript.turns), transcript.truncated) == (None, 1, True)
+    assert max(encoded) < 1000
 
 
 def test_tools_that_the_template_does_not_read_are_refused(tmp_path: Path) -> None:
@@ -584,6 +719,9 @@ def test_text_without_a_valid_call_stays_text(model: Path, monkeypatch: pytest.M
     assert parsed.pop(UNREAD).startswith("JSONDecodeError: Expecting property name")
     assert parsed == {"role": "assistant", "content": text}
     assert logged == [], "a policy samples thousands of such texts"
+    monkeypatch.setattr(parser._parser, "extract_tool_calls", MagicMock(side_effect=KeyError("id")))
+    assert message(text) == {"role": "assistant", "content": text, UNREAD: "KeyError: 'id'"}
+    monkeypatch.undo()
     parsed = message(f"let me see {CALLED}{CALLED}")
     assert parsed["content"] == "let me see "
     assert [json.loads(call["function"]["arguments"]) for call in parsed["tool_calls"]] == [

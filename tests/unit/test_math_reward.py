@@ -359,6 +359,8 @@ def test_combined_terms_have_computed_numbers_and_simple_roots() -> None:
         ("2^{65}", str(2**65)),  # A power this large may remain.
         ("(x-1)^3", "(1-x)^3"),
         ("x^2 x", "x^2"),
+        ("x^a x^b", "x^a"),
+        ("x^a x^b", "x^b"),
         (r"\sqrt{3}", "3"),
     ):
         assert not same(one, other), (one, other)
@@ -373,6 +375,17 @@ def test_only_integer_powers_of_i_are_unfinished_among_constants() -> None:
         ("i^2", False),
         ("i^3", False),
         (r"\pi^1", False),
+    ):
+        formula = read(text)
+        assert formula is not None
+        assert is_finished(formula) == finished, text
+
+
+def test_a_product_is_finished_if_no_sum_in_it_has_a_fraction() -> None:
+    for text, finished in (
+        ("y(x+1)", True),
+        (r"y(\frac{x}{2}+1)", False),
+        (r"(y+1)(\frac{x}{2}+1)", False),
     ):
         formula = read(text)
         assert formula is not None

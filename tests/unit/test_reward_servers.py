@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,9 +42,11 @@ async def served(answer: Answer) -> Any:
         await runner.cleanup()
 
 
-async def score_of(name: str, settings: dict[str, Any], timeout_s: float = 60.0) -> Scored:
+async def score_of(
+    name: str, settings: dict[str, Any], timeout_s: float = 60.0, prompt: Prompt = PROMPT
+) -> Scored:
     reward = load_reward(name, settings)
-    item = RewardItem(PROMPT, "It is 42.", RewardContext(finish_reason="length", tokens=5))
+    item = RewardItem(prompt, "It is 42.", RewardContext(finish_reason="length", tokens=5))
     try:
         (scored,) = await call_async(reward, [item], timeout_s)
     except Exception as error:  # noqa: BLE001 - a reward process reports it in the same form
@@ -54,10 +57,16 @@ async def score_of(name: str, settings: dict[str, Any], timeout_s: float = 60.0)
     return scored
 
 
-def scored(answer: Answer, name: str = "http", timeout_s: float = 60.0, **settings: Any) -> Scored:
+def scored(
+    answer: Answer,
+    name: str = "http",
+    timeout_s: float = 60.0,
+    prompt: Prompt = PROMPT,
+    **settings: Any,
+) -> Scored:
     async def run() -> Scored:
         async with served(answer) as url:
-            return await score_of(name, {"url": url, **settings}, timeout_s)
+            return await score_of(name, {"url": url, **settings}, timeout_s, prompt)
 
     return asyncio.run(run())
 
@@ -197,6 +206,20 @@ def test_a_server_that_hangs_or_is_missing_is_named() -> None:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     error = asyncio.run(score_of("http", {"url": url}, 0.5)).error
     assert f"{url} cannot be reached: ClientConnectorError" in str(error)
+
+
+def test_a_judge_reads_flags_lists_and_objects_as_json() -> None:
+    fields = {"wrong": False, "steps": ["é", 1, float("nan")], "task": {"a": True}, "level": 2.0}
+    prompt = replace(PROMPT, fields=fields)
+    received = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        received.append((await request.json())["messages"][-1]["content"])
+        return await chat("Score: 10")(request)
+
+    template = "{wrong} {steps} {task} {level} {response}"
+    scored(answer, "judge", prompt=prompt, model="m", template=template)
+    assert received == ['false ["é", 1, null] {"a": true} 2 It is 42.']
 
 
 def test_a_judge_receives_the_template_and_its_last_score_counts() -> None:

@@ -114,6 +114,7 @@ def test_countdown_accepts_every_expression_equal_to_the_target(response: str) -
         "3*5+7 # 22",
         "(" * 5000 + "3*5+7" + ")" * 5000,
         "3/(5-5)+7",
+        "(3/(5-5))+7",
         "9" * 100_000,
     ],
 )

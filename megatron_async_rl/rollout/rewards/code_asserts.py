@@ -34,8 +34,8 @@ LIBRARIES = frozenset((*sys.stdlib_module_names, "np", "numpy", "pd", "pandas", 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = Function | ast.ClassDef
+Branch = ast.If | ast.While | ast.For | ast.AsyncFor | ast.Try | ast.TryStar | ast.Match
 _BINDERS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-_BRANCHES = (ast.If, ast.While, ast.For, ast.AsyncFor, ast.Try, ast.TryStar, ast.Match)
 _CONTAINERS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
 _FOLDED = (
     *(ast.Constant, ast.UnaryOp, ast.Not, ast.USub, ast.BoolOp, ast.And, ast.Or, ast.Compare),
@@ -114,7 +114,7 @@ class _Analysis:
         self.guarded = {
             id(inner)
             for one in nodes
-            if isinstance(one, _BRANCHES) and self.depends(_decisions(one))
+            if isinstance(one, Branch) and self.depends(_decisions(one))
             for inner in ast.walk(one)
             if isinstance(inner, ast.Assert)
         }
@@ -142,7 +142,7 @@ class _Analysis:
             # A call may change its arguments.
             if isinstance(node, ast.Call):
                 sources.append((_names([node]) & self._data, [node]))
-            elif isinstance(node, _BRANCHES):
+            elif isinstance(node, Branch):
                 inside = [one for names, _ in _bindings(ast.walk(node)) for one in names]
                 sources.append((set(inside), [*_decisions(node)]))
         reads = [(names, _names(of)) for names, of in sources if names]
@@ -382,7 +382,7 @@ def _bindings(nodes: Iterable[ast.AST]) -> Iterator[tuple[set[str], list[ast.AST
         )
 
 
-def _decisions(node: ast.AST) -> list[ast.AST]:
+def _decisions(node: Branch) -> list[ast.AST]:
     """Return the expressions that decide which statements inside `node` run."""
     match node:
         case ast.If() | ast.While():
@@ -393,7 +393,6 @@ def _decisions(node: ast.AST) -> list[ast.AST]:
             return [node.subject]
         case ast.Try() | ast.TryStar():
             return [*node.body]
-    return []
 
 
 def _own(statement: ast.stmt) -> Iterator[ast.AST]:

@@ -142,13 +142,7 @@ def _answer_of(formula: Formula, other: Formula) -> Formula | None:
     *before, last = formula.args
     # "1 + 1 = 3 = 2" contradicts itself. Sides with unknowns cannot be compared.
     numeric = [one for one in before if one.kind not in CONTAINERS and not has_symbols(one)]
-    return last if all(_same(one, last) for one in numeric) else None
-
-
-def _same(one: Formula, other: Formula) -> bool:
-    if one.kind in CONTAINERS and one.kind == other.kind and len(one.args) == len(other.args):
-        return all(_same(a, b) for a, b in zip(one.args, other.args, strict=True))
-    return equal(one, other)
+    return last if all(equal(one, last) for one in numeric) else None
 
 
 def _is_name(formula: Formula) -> bool:
@@ -170,7 +164,7 @@ def _is_final_container(answer: Formula, gold: Formula, content: QuestionContent
             return False
     elements, gold_elements = list(_elements(answer)), list(_elements(gold))
     if answer.kind == gold.kind == "relation" and not all(
-        any(_same(one, other) for other in gold_elements) for one in elements
+        any(equal(one, other) for other in gold_elements) for one in elements
     ):
         return _is_finished_relation(answer, gold, content)
     return all(
