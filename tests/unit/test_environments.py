@@ -39,7 +39,11 @@ from megatron_async_rl.rollout.environments.built_in import verifiers as verifie
 from megatron_async_rl.rollout.environments.built_in.openenv import _action_schema
 from megatron_async_rl.rollout.environments.built_in.tools import Tools, prompt_tokenizer
 from megatron_async_rl.rollout.environments.episode import Episodes, failures
-from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
+from megatron_async_rl.rollout.environments.pool import (
+    EnvironmentFailed,
+    Environments,
+    EnvironmentSession,
+)
 from megatron_async_rl.rollout.environments.transcript import (
     EpisodeMessages,
     PlainText,
@@ -513,6 +517,56 @@ def test_a_trial_reports_failures_before_anything_starts() -> None:
     assert "its content cannot be appended to a turn" in errors["data.train"]
 
 
+def test_a_trial_reports_an_environment_that_cannot_be_imported() -> None:
+    settings = settings_of(name="tests.engine.no_such_module:Game")
+    errors = asyncio.run(failures(settings, {"data.train": [prompt_of()]}, "0", 60.0))
+    assert list(errors) == [""]
+    assert errors[""].startswith("its import: ")
+    assert "no module 'tests.engine.no_such_module'" in errors[""]
+
+
+def test_a_trial_accepts_a_slow_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt fails, and the second takes longer than the trial."""
+
+    async def reset(session: EnvironmentSession, prompt: Prompt) -> str:
+        raise prompt.fields["error"]
+
+    monkeypatch.setattr(EnvironmentSession, "reset", reset)
+    fails, hangs = prompt_of(error=EnvironmentFailed("reset raised")), prompt_of(error=TimeoutError)
+    prompts = {"data.train": [fails, hangs, fails], "data.eval": [fails]}
+    errors = asyncio.run(failures(settings_of(), prompts, "0", 60.0))
+    assert errors == {"data.eval": "the first prompts of data.eval: reset raised"}
+
+
+def test_a_closed_pool_cancels_environments_that_are_still_closing() -> None:
+    async def run() -> None:
+        pool = Environments(settings_of())
+        pool.start()
+
+        async def close() -> None:
+            await asyncio.Event().wait()
+
+        task = pool.closing(close())
+        pool.close()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+
+
+def test_a_call_to_an_environment_whose_process_has_ended_fails(played: Played) -> None:
+    async def run() -> None:
+        environment = await played.pool.open()
+        try:
+            environment._process.kill()
+            with pytest.raises(EnvironmentFailed, match=r"^its process has ended$"):
+                await environment.step("0")
+        finally:
+            await environment.close()
+
+    played.runner.run(run())
+
+
 def test_flags_of_a_step_are_booleans_of_python_or_numpy() -> None:
     step = checked_step(Step(done=np.bool_(True), train=np.bool_(False)))  # type: ignore[arg-type]
     assert json.loads(json.dumps(step)) == {
@@ -624,6 +678,26 @@ def test_an_untrained_agent_of_verifiers_may_not_use_the_policy(
         asyncio.run(playing)
 
 
+def test_a_failed_episode_of_verifiers_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails:
+        taskset = ("task 0",)
+
+        @asynccontextmanager
+        async def serving(self) -> AsyncIterator[None]:
+            yield
+
+        async def run_episode(self, task: str, context: Any, *, on_trace: Any) -> Any:
+            errors = [SimpleNamespace(type=one, message="no answer") for one in "ABC"]
+            traces = [SimpleNamespace(errors=[one], reward=1.0) for one in errors[1:]]
+            return SimpleNamespace(ok=False, errors=errors[:1], traces=traces)
+
+    library = Verifiers(Fails())
+    monkeypatch.setattr(verifiers_module, "package_modules", lambda *_: (library, library))
+    playing = verifiers_module.Verifiers(env={"of": "a failure"}).run(prompt_of(task=0), "")
+    with pytest.raises(RuntimeError, match=r"^A: no answer; B: no answer; C: no answer$"):
+        asyncio.run(playing)
+
+
 @pytest.mark.parametrize(("tasks", "there"), [(Endless(), 10**6), (("task 0", "task 1"), 2)])
 def test_a_prompt_without_a_task_of_verifiers_is_refused(
     monkeypatch: pytest.MonkeyPatch, tasks: Any, there: int
@@ -680,6 +754,21 @@ def test_a_message_after_a_turn_has_the_end_of_turn_only_once(
     plain = Prompt(id="p", text="Guess.", token_ids=(71,))
     with pytest.raises(DataError, match="does not end with the chat template"):
         chat.opened(plain, "1 to 7")
+
+
+@looped(
+    "template",
+    [
+        TEMPLATE.partition("{% if add_generation_prompt %}")[0],
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}" + TEMPLATE,
+    ],
+)
+def test_a_template_that_does_not_mark_the_beginning_of_an_answer_is_refused(
+    template: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="does not mark the beginning of an answer") as refused:
+        EpisodeMessages(characters(tmp_path, template))
+    assert str(refused.value).startswith("model.path")
 
 
 def test_a_template_that_changes_earlier_text_is_refused(tmp_path: Path) -> None:

@@ -92,6 +92,12 @@ def failure(process: str, kind: int, at: float) -> Failure:
     return Failure(process=process, what=f"of {process}", where="log", kind=kind, time=at)
 
 
+def test_a_failure_that_cannot_be_recorded_raises_nothing(tmp_path: Path) -> None:
+    (tmp_path / "watch").write_text("a file where the folder would be")
+    record_failure(tmp_path, failure("rank 0", PRIMARY, 1.0))
+    assert first_failure(tmp_path) is None
+
+
 def test_files_of_one_name_are_not_written_over_each_other_before_they_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -450,6 +450,14 @@ def test_the_kernels_log_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> 
     assert closed == [99, 99]
     number += 1
     assert host_memory.logged_kills() is None
+    number -= 1
+
+    def refuse(*_: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(host_memory.os, "open", refuse)
+    assert host_memory.logged_kills() is None
+    assert closed == [99, 99]
 
 
 def test_processes_that_end_or_hide_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:

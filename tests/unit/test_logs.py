@@ -257,6 +257,32 @@ def test_of_a_large_log_with_a_long_line_the_end_is_read(
     tracemalloc.stop()
 
 
+BEGUN = "Traceback (most recent call last):\n  File 'a'\n"
+IGNORED = "Exception ignored in: <function Store.__del__ at 0x7f>\n"
+
+
+def test_an_exception_that_python_ignores_is_not_the_cause(tmp_path: Path) -> None:
+    write(tmp_path, rank_0=f"{OWN}{IGNORED}{BEGUN}TypeError: late\n")
+    assert cause_of(tmp_path)[0].startswith("DataError: train.jsonl:3")
+    write(tmp_path, rank_0=f"{IGNORED}{BEGUN}TypeError: late\n")
+    cause = find_cause(tmp_path)
+    assert cause is not None
+    assert (cause.message, cause.kind) == ("TypeError: late", logs.SECONDARY)
+
+
+def test_a_traceback_without_its_end_has_no_exception(tmp_path: Path) -> None:
+    """A process may be killed while it writes, and a thread may write into the traceback of
+    another."""
+    write(tmp_path, rank_0=BEGUN)
+    assert find_cause(tmp_path) is None
+    write(tmp_path, rank_0=f"{BEGUN}{BEGUN}ValueError: a\n{BEGUN}")
+    assert cause_of(tmp_path)[0] == "ValueError: a"
+    write(tmp_path, rank_0=f"{BEGUN}{IGNORED}{BEGUN}ValueError: b\n")
+    cause = find_cause(tmp_path)
+    assert cause is not None
+    assert (cause.message, cause.kind) == ("ValueError: b", logs.SECONDARY)
+
+
 def test_logs_without_a_failure_have_no_cause(tmp_path: Path) -> None:
     write(tmp_path, rank_0="step 1\nstep 2\n")
     (tmp_path / "rank_0.log.old").write_text(OWN)

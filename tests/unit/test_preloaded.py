@@ -8,6 +8,7 @@ import os
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -123,6 +124,39 @@ def test_it_ends_with_the_server(tmp_path: Path) -> None:
     with open(read, "rb") as end:
         assert end.read() == b""
     assert process.wait() == -signal.SIGKILL
+
+
+def test_a_process_is_polled_and_signalled_like_one_of_subprocess(here: str) -> None:
+    for end, number in (
+        (preloaded.Process.terminate, signal.SIGTERM),
+        (preloaded.Process.kill, signal.SIGKILL),
+    ):
+        process = preloaded.start(here, ["-c", "import time; time.sleep(600)"], os.environ, ())
+        assert process is not None
+        assert process.poll() is None
+        end(process)
+        assert select.select([process], [], [], 60)[0] == [process]
+        assert process.poll() == -number
+        end(process)  # without effect on another process that has got the id
+        assert process.wait() == -number
+
+
+def test_a_process_whose_server_is_gone_counts_as_killed() -> None:
+    ours, theirs = socket.socketpair()
+    ours.send(b"x")
+    theirs.close()  # with a byte unread, which resets the connection
+    process = preloaded.Process(ours, os.getpid())
+    assert process.wait() == process.returncode == -signal.SIGKILL
+    process.kill()
+
+
+def test_a_request_that_no_server_accepts_starts_nothing(here: str, tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "none")
+    many = range(preloaded.MOST_DESCRIPTORS + 1)
+    for address, descriptors in ((None, ()), (here, many), (nowhere, ())):
+        assert preloaded.start(address, ["-c", ""], os.environ, descriptors) is None
+    assert preloaded.started_by(None, [os.getpid()]) == set()
+    assert preloaded.started_by(nowhere, [os.getpid()]) == set()
 
 
 def answer(connection: object, value: object) -> None:

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import pickle
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from megatron_async_rl.config.rollout import RolloutConfig
+from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.engine_state import BusyClock
 from megatron_async_rl.rollout.environments.transcript import Transcript, TranscriptSegment
 from megatron_async_rl.rollout.responses import Responses
+from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm.client import EngineDied
@@ -83,6 +85,7 @@ def working(
     work: Callable[[Responses, FakeLLM], Awaitable[None]],
     max_tokens: int = 8,
     records_experts: bool = False,
+    stop: Sequence[str] = (),
 ) -> None:
     logs.mkdir(exist_ok=True)
     spec = EngineSpec(
@@ -90,7 +93,10 @@ def working(
         model_path=logs,
         dtype="float32",
         rollout=RolloutConfig.model_validate(
-            {"reward": {"name": "arithmetic"}, "sampling": {"max_tokens": max_tokens}}
+            {
+                "reward": {"name": "arithmetic"},
+                "sampling": {"max_tokens": max_tokens, "stop": list(stop)},
+            }
         ),
         seed=1,
         device="cpu",
@@ -187,6 +193,149 @@ def test_only_training_responses_have_experts_and_a_missing_row_is_an_error(
             await responses.reports.take(60)
 
     working(tmp_path, work, records_experts=True)
+
+
+def test_a_request_may_run_only_once_at_a_time(tmp_path: Path) -> None:
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        await responses.submit([request(0)])
+        for again in ([request(1), request(0)], [request(1), request(1)]):
+            twice = rf"engine-0 received requests twice: {again[1].id}$"
+            with pytest.raises(ValueError, match=twice):
+                await responses.submit(again)
+        assert (responses.running, len(llm.collectors)) == (1, 1), "no request was accepted"
+
+    working(tmp_path, work)
+
+
+def test_a_response_is_cut_after_a_stop_string(tmp_path: Path) -> None:
+    """vLLM detects a stop string only after the token that completes it, and not with ids alone."""
+
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        await responses.submit([request(0, answer="7 5")])
+        llm.collectors[0].put(output([7, 5, 9, 9], "length"))
+        (sample,) = samples_of((await responses.reports.take(60))[0])
+        assert (sample.response_ids.tolist(), sample.finish_reason) == ([7, 5], "stop")
+        assert sample.reward == 1.0
+        assert responses.tokens == 4
+
+    working(tmp_path, work, stop=["5"])
+
+
+def test_the_age_of_the_oldest_response_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        assert responses.oldest_s == 0.0
+        await responses.submit([request(0), request(1)])
+        now = time.time()
+        for entry, age_s in zip(responses._running.values(), (20.0, 30.0), strict=True):
+            entry.started_at = now - age_s
+        monkeypatch.setattr(time, "time", lambda: now)
+        assert responses.oldest_s == 30.0
+
+    working(tmp_path, work)
+
+
+def test_a_request_aborted_while_it_is_submitted_is_sampled_no_further(tmp_path: Path) -> None:
+    """The abort arrives while vLLM accepts the first of two requests."""
+
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        add_request = llm.add_request
+
+        async def aborted_before(*arguments: Any) -> RequestOutputCollector:
+            await responses.abort(["4-0", "4-1"])
+            return await add_request(*arguments)
+
+        llm.add_request = aborted_before  # type: ignore[method-assign]
+        prefix = PartialResponse(
+            response_ids=np.array([6], np.int32),
+            behavior_logprobs=np.zeros(1, np.float32),
+            versions=np.zeros(1, np.int32),
+        )
+        await responses.submit([request(0), replace(request(1), prefix=prefix)])
+        aborted: dict[str, Any] = {}
+        while responses.running:
+            aborted |= {one.id: one.partial for one in (await responses.reports.take(60))[1]}
+        assert llm.aborted == [llm.collectors[0].request_id]
+        assert len(llm.collectors) == 1, "vLLM never received the second request"
+        assert aborted["4-0"].response_ids.tolist() == [5]
+        assert aborted["4-1"] is prefix
+
+    working(tmp_path, work)
+
+
+def test_an_error_after_a_response_is_the_next_report(tmp_path: Path) -> None:
+    """Errors of the package itself, in the tasks of an episode and of a score."""
+
+    class Silent:
+        async def play(self, transcript: Transcript, sample: Any, maximum: int) -> str:
+            return "no turn"
+
+    async def fail(*_: Any) -> None:
+        raise KeyError("scorer")
+
+    async def episode(responses: Responses, llm: FakeLLM) -> None:
+        silent: Any = Silent()
+        responses._conversations = silent  # the stand-in has no `eos_ids`
+        await responses.submit([request(0)])
+        with pytest.raises(AttributeError, match="eos_ids"):
+            await responses.reports.take(60)
+
+    async def score(responses: Responses, llm: FakeLLM) -> None:
+        responses._scorer = SimpleNamespace(inline=False, score=fail)  # type: ignore[assignment]
+        await responses.submit([request(0)])
+        llm.collectors[0].put(output([7]))
+        with pytest.raises(KeyError, match="scorer"):
+            await responses.reports.take(60)
+
+    working(tmp_path, episode)
+    working(tmp_path, score)
+
+
+def test_a_response_that_is_scored_in_another_process_is_reported(tmp_path: Path) -> None:
+    async def half(prompt: Prompt, text: str, context: Any) -> Scored:
+        await asyncio.sleep(0)
+        return Scored(reward=len(text) / 2)
+
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        responses._scorer = SimpleNamespace(inline=False, score=half)  # type: ignore[assignment]
+        await responses.submit([request(0)])
+        llm.collectors[0].put(output([7]))
+        (sample,) = samples_of((await responses.reports.take(60))[0])
+        assert (sample.reward, responses.running) == (0.5, 0)
+
+    working(tmp_path, work)
+
+
+def test_a_measured_number_with_the_name_of_a_part_fails_the_sample(tmp_path: Path) -> None:
+    class Talk:
+        async def play(self, transcript: Transcript, sample: Any, maximum: int) -> None:
+            segment = TranscriptSegment(transcript.requested)
+            await transcript.extend(segment, [], sample, maximum, ["5", "6"])
+            transcript.measured.update({"b": 1.0, "a": 2.0, "c": 3.0})
+
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        talk: Any = Talk()
+        responses._conversations = talk
+        reward = RewardConfig(parts={one: {"name": "arithmetic"} for one in "ab"})
+        responses._spec = replace(
+            responses._spec, rollout=responses._spec.rollout.model_copy(update={"reward": reward})
+        )
+        await responses.submit([request(0)])
+        while not llm.collectors:
+            await asyncio.sleep(0)
+        # The stop strings of the turn follow those of the run.
+        assert llm.parameters[0].stop == ["5", "6"]
+        assert llm.parameters[0].detokenize is True
+        llm.collectors[0].put(output([7, 6, 8]))
+        (sample,) = samples_of((await responses.reports.take(60))[0])
+        assert sample.response_ids.tolist() == [7, 6]
+        assert sample.reward_error == (
+            "the environment measured 'a', and rollout.reward has a part with the same name;"
+            " rename one of the two"
+        )
+
+    working(tmp_path, work)
 
 
 def test_an_aborted_response_keeps_its_sampled_tokens(tmp_path: Path) -> None:

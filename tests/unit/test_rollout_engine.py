@@ -375,6 +375,66 @@ def test_stop_ends_every_part_and_vllm_last(tmp_path: Path, vllm: FakeVllm) -> N
     assert (vllm.calls, engine._llm) == ([("shutdown", engine_module.STOP_S)], None)
 
 
+def test_each_kind_of_environment_has_its_player(
+    tmp_path: Path, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only tools and agents need a parser of tool calls, and only agents an endpoint."""
+    starts: list[str] = []
+
+    class Endpoint:
+        def __init__(self, *given: Any) -> None:
+            self.given = given
+
+        async def start(self) -> None:
+            starts.append("agents")
+
+    monkeypatch.setattr(engine_module, "Episodes", lambda *given: ("episodes", *given))
+    monkeypatch.setattr(engine_module, "ToolParser", lambda *given: given)
+    monkeypatch.setattr(engine_module, "Agents", Endpoint)
+    engine = started(tmp_path, vllm, tools=({"type": "function"},))
+    tokenizer = SimpleNamespace(eos_ids=(1,))
+    parser = ("hermes", tmp_path, (1,), ({"type": "function"},))
+
+    def player(name: str) -> Any:
+        settings = EnvironmentConfig(name=name, tool_parser="hermes", settings=given.get(name, {}))
+        environments = SimpleNamespace(settings=settings)
+        made = asyncio.run(engine._converse(environments, tokenizer))
+        return made, ("episodes", environments, tokenizer), environments
+
+    given = {"tools": {"functions": "m:f"}, "agent": {"function": "m:f"}}
+    made, episodes, _ = player("my:env")
+    assert made == episodes
+    made, episodes, _ = player("tools")
+    assert made == (*episodes, parser)
+    assert (engine._agents, starts) == (None, [])
+    made, _, environments = player("agent")
+    assert made is engine._agents
+    assert made.given == (environments, tokenizer, parser)
+    assert starts == ["agents"]
+
+
+def test_requests_and_aborts_reach_the_responses(tmp_path: Path, vllm: FakeVllm) -> None:
+    engine = started(tmp_path, vllm)
+    engine._responses = responses = FakeVllm()
+    asyncio.run(engine.submit(["request"]))
+    asyncio.run(engine.abort(["id"]))
+    assert responses.calls == [("submit", ["request"]), ("abort", ["id"])]
+
+
+def test_a_version_below_that_of_an_engine_without_weights_is_refused(tmp_path: Path) -> None:
+    assert spec_of(tmp_path, first_version=-1).first_version == -1
+    with pytest.raises(ValueError, match=r"^engine 0: first_version is -2; it must be 0"):
+        spec_of(tmp_path, first_version=-2)
+
+
+def test_vllm_has_a_tokenizer_if_stop_strings_may_be_requested(tmp_path: Path) -> None:
+    for name, needs in (("my:env", False), ("tools", False), ("agent", True), ("verifiers", True)):
+        environment = EnvironmentConfig(name=name)
+        assert spec_of(tmp_path, rollout={"environment": environment}).needs_tokenizer == needs
+    stopping = SamplingConfig(max_tokens=8, stop=["!"])
+    assert spec_of(tmp_path, evaluations={"held": stopping}).needs_tokenizer
+
+
 def test_an_engine_starts_its_parts_in_order(
     tmp_path: Path, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from megatron_async_rl.launch.run_lock import (
     RunDirectoryError,
     ask_for_engines,
     lock_run_dir,
+    refuse_taken,
 )
 
 LAUNCHER = """
@@ -76,6 +77,27 @@ def test_ranks_that_outlive_their_killed_launcher_keep_the_directory(tmp_path: P
     assert ended.returncode == 0
     with lock_run_dir(tmp_path):
         pass
+
+
+def test_a_directory_is_checked_for_another_run_without_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(RunDirectoryError, match=r"file is a file\n  fix: name a directory"):
+        refuse_taken(file)
+    run = tmp_path / "run"
+    refuse_taken(run)
+    assert not run.exists()
+    with lock_run_dir(run), pytest.raises(RunDirectoryError, match="`mar train` runs in it"):
+        refuse_taken(run)
+    refuse_taken(run)
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    refuse_taken(run)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -495,6 +496,32 @@ def test_a_failed_import_is_reported_before_any_response(module: str, tmp_path: 
         scored_by(config(module), work)
 
 
+def test_an_import_that_does_not_end_is_reported(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the server nor its process becomes ready."""
+    (tmp_path / f"{module}.py").write_text("import signal\nsignal.pause()\n")
+    monkeypatch.setattr(supervisor, "START_S", 0.1)
+
+    async def started() -> list[str]:
+        scorer, ended = Scorer(config(module, timeout_s=300, workers=1)), list[str]()
+        scorer.start()
+        server = scorer.pools[0].supervisor
+        try:
+            with pytest.raises(UserCodeStartError, match=r"it was not imported within 0\.1 s"):
+                await scorer.ready()
+            process = server.process(lambda _: None, lambda _, reason: ended.append(reason))
+            while not process.killed:
+                await asyncio.sleep(0.01)
+            process.kill(show=True)  # without effect on a killed process
+            assert not server._commands
+        finally:
+            scorer.close()
+        return ended
+
+    assert asyncio.run(started()) == ["it was not imported within 0.1 s"]
+
+
 def test_output_of_a_reward_goes_to_the_engines_output(
     module: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -804,7 +831,9 @@ def group_of(
     ]
 
 
-def grouped_by(settings: RewardConfig, samples: list[SampleRow], log_dir: Path) -> list[Sample]:
+def grouped_by(
+    settings: RewardConfig, samples: list[SampleRow], log_dir: Path | None
+) -> list[Sample]:
     async def run() -> list[Sample]:
         rewards = GroupRewards(settings, log_dir)
         try:
@@ -870,9 +899,27 @@ def test_a_row_to_which_only_gates_apply_has_no_reward() -> None:
     assert needed({"kind": "words"}) is None
 
 
+def test_an_error_after_the_scoring_of_a_group_is_passed_on() -> None:
+    group: Any = SimpleNamespace(index=7, prompt=prompt(), samples=())
+    failed: list[BaseException] = []
+
+    def done(group: Any, samples: Any) -> None:
+        raise KeyError(group.index)
+
+    async def run() -> None:
+        rewards = GroupRewards(RewardConfig(name="arithmetic"), None)
+        rewards.begin(group, done, failed.append)
+        (task,) = rewards._tasks
+        await task
+        rewards.close()
+
+    asyncio.run(run())
+    assert [repr(one) for one in failed] == ["KeyError(7)"]
+
+
 def test_a_group_whose_reward_raises_has_no_reward(module: str, tmp_path: Path) -> None:
     settings = RewardConfig(name=f"{module}:relative", per="group", workers=1, timeout_s=300)
-    found = grouped_by(settings, group_of("a", "bad"), tmp_path)
+    found = grouped_by(settings, group_of("a", "bad"), None)
     assert [one.reward_error for one in found] == ["ValueError: a bad one"] * 2
     (right, _) = grouped_by(settings, group_of("a", "b", parts={}), tmp_path)
     assert (right.reward, right.reward_parts) == (0.5 + 2.0, None)

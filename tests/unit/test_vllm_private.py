@@ -588,6 +588,30 @@ def test_experts_are_packed_once_both_weights_are_complete(layers: list[int]) ->
     assert [one.parameter.numel() for one in packed.weights] == [0, 0]
 
 
+def test_an_expert_of_another_worker_is_not_a_piece_of_the_weight(
+    layers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This worker has expert 1, in row 0."""
+
+    def load_expert(parameter: Any, piece: torch.Tensor, expert_id: int) -> bool:
+        if expert_id == 1:
+            parameter.data[:1].copy_(piece)
+        return expert_id == 1
+
+    layer = FakeLayer("weight")
+    local = {0: -1, 1: 0}
+    layer.expert_map_manager = SimpleNamespace(map_global_to_local=local.__getitem__)
+    packed = reload.PackedLinear("l", layer, reload.Scratch(), lambda tensor: None)
+    packed.await_pieces()
+    (weight,) = packed.weights
+    monkeypatch.setattr(weight, "_loader", load_expert)
+    monkeypatch.setattr(weight, "_signature", inspect.signature(load_expert))
+    load = layer.weight.weight_loader
+    assert load(layer.weight, ROWS[:1], expert_id=0) is False
+    assert load(layer.weight, ROWS[:1], 1) is True
+    assert (layers, weight._received, layer.packs) == ([3], 3, [])
+
+
 def test_an_in_place_reload_packs_heads_and_names_incomplete_weights(layers: list[int]) -> None:
     linear, head, lookup = FakeLayer("weight"), FakeLayer(), FakeLayer()
     one: Any = reload.InPlaceReload.__new__(reload.InPlaceReload)
