@@ -110,7 +110,7 @@ def working(
     async def run() -> None:
         llm: Any = FakeLLM()
         scorer = Scorer(spec.rollout.reward)
-        one = SamplingParams(max_tokens=max_tokens, skip_clone=True)
+        one = SamplingParams(max_tokens=max_tokens, detokenize=False, skip_clone=True)
         sampling = {None: one, "held": one}
         responses = Responses(llm, spec, sampling, tokenizer, scorer, BusyClock())
         await work(responses, llm)

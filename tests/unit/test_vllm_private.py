@@ -270,6 +270,26 @@ def test_batched_draws_sample_the_same_tokens_as_single_draws() -> None:
     assert len(set(sampled[0])) > cpu_worker.DRAWS
 
 
+def test_other_batches_are_drawn_by_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may have no seed, and the sampler may need float64 or other log-probs."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    monkeypatch.setattr(TopKTopPSampler, "forward_cpu", lambda *given: given)
+    cpu_worker.draw_in_batches()
+    forward = TopKTopPSampler.forward_cpu
+    cpu_worker.draw_in_batches()
+    assert TopKTopPSampler.forward_cpu is forward, "it is replaced only once"
+    logits, seeded = torch.zeros(2, 5), {0: generator(0), 1: generator(1)}
+    for fp64, mode, generators in (
+        (False, "processed_logprobs", {0: generator(0)}),
+        (True, "processed_logprobs", seeded),
+        (False, "raw_logprobs", seeded),
+    ):
+        sampler: Any = SimpleNamespace(use_fp64_gumbel=fp64, logprobs_mode=mode)
+        given = (sampler, logits, generators, 3, 0.5)
+        assert forward(*given) == given
+
+
 def test_draws_of_a_request_are_freed_with_its_generator() -> None:
     draws = cpu_worker.SeededDraws()
     lasting, freed = generator(1), generator(2)
