@@ -81,6 +81,8 @@ def test_a_subclass_arrives_as_its_base_with_its_number() -> None:
     kept, counter, length = Kept(), collections.Counter("aab"), Length(2.5)
     assert crossed(counter, kept) == ({"a": 2, "b": 1}, counter)
     assert crossed(length, kept, limit=1) == (2.5, length)
+    with pytest.raises(TooLong):
+        crossed(length, kept, limit=0)
 
 
 def test_any_other_value_stays_and_has_a_number() -> None:

@@ -51,7 +51,7 @@ from megatron_async_rl.rollout.environments.transcript import (
     Turn,
     TurnRequest,
 )
-from megatron_async_rl.rollout.isolation import child
+from megatron_async_rl.rollout.isolation import child, supervisor
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError, UserProcess
 from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples import Prompt
@@ -548,6 +548,7 @@ def test_a_closed_pool_cancels_environments_that_are_still_closing() -> None:
 
         task = pool.closing(close())
         pool.close()
+        assert task.cancelling()
         with pytest.raises(asyncio.CancelledError):
             await task
 
@@ -791,6 +792,25 @@ def test_a_failed_import_is_raised_to_the_waiting_task() -> None:
                 await pool.ready()
             with pytest.raises(EnvironmentFailed, match="no process for the environment"):
                 await pool.open()
+        finally:
+            pool.close()
+
+    asyncio.run(run())
+
+
+def test_an_import_that_does_not_end_is_raised_to_the_waiting_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "never_imported.py").write_text("import signal\nsignal.pause()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(supervisor, "START_S", 0.1)
+
+    async def run() -> None:
+        pool = Environments(settings_of(name="never_imported:Game"))
+        pool.start()
+        try:
+            with pytest.raises(UserCodeStartError, match=r"^it was not imported within 0\.1 s$"):
+                await pool.ready()
         finally:
             pool.close()
 

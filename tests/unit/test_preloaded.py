@@ -126,7 +126,12 @@ def test_it_ends_with_the_server(tmp_path: Path) -> None:
     assert process.wait() == -signal.SIGKILL
 
 
-def test_a_process_is_polled_and_signalled_like_one_of_subprocess(here: str) -> None:
+def test_a_process_is_polled_and_signalled_like_one_of_subprocess(
+    here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise AssertionError("another process may have got the id")
+
     for end, number in (
         (preloaded.Process.terminate, signal.SIGTERM),
         (preloaded.Process.kill, signal.SIGKILL),
@@ -137,7 +142,9 @@ def test_a_process_is_polled_and_signalled_like_one_of_subprocess(here: str) -> 
         end(process)
         assert select.select([process], [], [], 60)[0] == [process]
         assert process.poll() == -number
-        end(process)  # without effect on another process that has got the id
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "kill", refuse)
+            end(process)
         assert process.wait() == -number
 
 
@@ -147,7 +154,6 @@ def test_a_process_whose_server_is_gone_counts_as_killed() -> None:
     theirs.close()  # with a byte unread, which resets the connection
     process = preloaded.Process(ours, os.getpid())
     assert process.wait() == process.returncode == -signal.SIGKILL
-    process.kill()
 
 
 def test_a_request_that_no_server_accepts_starts_nothing(here: str, tmp_path: Path) -> None:
