@@ -430,8 +430,14 @@ class Exited(BaseException):
             None,
             0,
             [
-                *("fork_under_subreaper", ("chdir", "/f"), "limit", "drop_capabilities"),
-                *(("prctl", 38, 1, 0, 0, 0), "landlock", ("refuse_calls", ()), ("dup2", 2)),
+                *("fork_under_subreaper", ("chdir", "/f"), "limit", ("end_with", 77)),
+                *(
+                    "drop_capabilities",
+                    ("prctl", 38, 1, 0, 0, 0),
+                    "landlock",
+                    ("refuse_calls", ()),
+                    ("dup2", 2),
+                ),
             ],
         ),
         (True, None, 9, [("bound_files", 16), "fork", ("wait_for", 9), ("exit", 137)]),
@@ -456,7 +462,8 @@ def test_the_source_runs_once_the_isolation_is_complete(
     nothing = slice(0, 0)
     for name, made in {
         "bound_files": record("bound_files"),
-        "fork_under_subreaper": record("fork_under_subreaper"),
+        "fork_under_subreaper": record("fork_under_subreaper", 77),
+        "end_with": record("end_with"),
         "wait_for": record("wait_for", -9),
         "limit": record("limit", only=nothing),
         "switch_user": record("switch_user", only=slice(0, 1)),
