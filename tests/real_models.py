@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +21,18 @@ TEXTS = (
     ("def add(a, b):\n", "    return a + b\n"),
 )
 """(prompt, response)"""
-real_model = pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(
-                not (FOLDER / name / "config.json").exists(),
-                reason=f"`python examples/smollm2/prepare.py{option}` has not written {name}",
-            ),
-        )
-        for name, option in COMMANDS.items()
-    ],
-)
+
+
+def case_of(model: str, *more: str) -> Any:
+    """Return a case of a parametrised test, which is skipped where the model is missing."""
+    return pytest.param(
+        model,
+        *more,
+        marks=pytest.mark.skipif(
+            not (FOLDER / model / "config.json").exists(),
+            reason=f"`python examples/smollm2/prepare.py{COMMANDS[model]}` has not written {model}",
+        ),
+    )
 
 
 def prompts(model: str) -> list[Prompt]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.running import Engines, running
-from tests.real_models import FOLDER, prompts, real_model
+from tests.real_models import COMMANDS, FOLDER, case_of, prompts
 from tests.thorough import thorough
 
 pytestmark = [pytest.mark.engine, thorough]
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.engine, thorough]
 SAMPLING = {"temperature": 1.0, "max_tokens": 16}
 
 
-@real_model
+@pytest.mark.parametrize("model", [case_of(name) for name in COMMANDS])
 def test_log_probs_of_an_engine_are_those_of_transformers(
     in_ray: None, tmp_path_factory: pytest.TempPathFactory, model: str
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async_rl.config.policy import ParallelConfig
-from megatron_async_rl.policy import block_files, device
+from megatron_async_rl.policy import block_files
 from megatron_async_rl.policy.block_files import BlocksDamaged, BlocksUnreadable, BlocksUnwritten
 from megatron_async_rl.policy.blocks import Block, Blocks, Content
 from megatron_async_rl.policy.digested_folder import StoredFile
-from megatron_async_rl.policy.parallel import Layout, initialise
+from megatron_async_rl.policy.parallel import Layout
 
 TENSORS = {"v": torch.arange(6.0).view(3, 2), "w": torch.arange(8.0).view(4, 2)}
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    device.install("cpu")
-    made = initialise(ParallelConfig(), "cpu", timeout_s=600)
-    yield made
-    made.shutdown()
 
 
 @pytest.fixture

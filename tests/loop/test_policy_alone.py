@@ -8,7 +8,7 @@ import json
 import logging
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,14 +56,6 @@ MOVING = ObjectiveConfig(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("alone") / "model", vocab_size=96)
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    device.install("cpu")
-    made = initialise(ParallelConfig(), "cpu", timeout_s=600)
-    yield made
-    made.shutdown()
 
 
 Build = Any

@@ -1,7 +1,6 @@
 """One rank computes a group's prefix once: log-probs and gradients are those of rows in which each
 response has its own."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +14,11 @@ from megatron_async_rl.config.objective import ObjectiveConfig, ValueConfig
 from megatron_async_rl.config.policy import (
     LoraConfig,
     OptimizerConfig,
-    ParallelConfig,
     PolicyConfig,
 )
 from megatron_async_rl.config.schema import ModelConfig
-from megatron_async_rl.policy import device
 from megatron_async_rl.policy.megatron_private import gradient_buffers
-from megatron_async_rl.policy.parallel import Layout, initialise
+from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
@@ -41,14 +38,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "experts": {"family": "qwen3_moe"},
 }
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    device.install("cpu")
-    layout = initialise(ParallelConfig(), "cpu", timeout_s=60.0)
-    yield layout
-    layout.shutdown()
 
 
 @pytest.fixture(scope="module")
