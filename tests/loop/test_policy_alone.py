@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -70,11 +70,12 @@ def build(model: Path, layout: Layout) -> Build:
         optimizer: dict[str, Any] | None = None,
         seed: int = 0,
         path: Path = model,
+        dtype: Literal["float32", "bfloat16"] = "float32",
         **settings: Any,
     ) -> Policy:
         # A large epsilon, so that an update of a gradient near 0 is not the sign of a rounding.
         return Policy.build(
-            ModelConfig(path=path, dtype="float32"),
+            ModelConfig(path=path, dtype=dtype),
             PolicyConfig(
                 optimizer=OptimizerConfig(**{"lr": 1e-3, "eps": 0.01, **(optimizer or {})}),
                 tokens_per_micro_batch=160,
@@ -702,3 +703,35 @@ def test_a_process_stays_on_its_device(layout: Layout) -> None:
         device.install("cuda")
     with pytest.raises(ValueError, match="'tpu' is not one of auto, cpu, cuda"):
         device.install("tpu")
+
+
+def test_the_output_weights_gradient_in_bfloat16_is_rounded_once(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gradient(dtype: Literal["float32", "bfloat16"]) -> torch.Tensor:
+        """The gradient of a step of several micro-batches, in a buffer of this dtype."""
+        policy = build(
+            dtype="bfloat16", optimizer={"gradient_dtype": dtype}, logprob_chunk_tokens=8
+        )
+        found, counts = [], []
+        accumulate, reduce = policy.schedule.accumulate, policy.schedule.reduce
+
+        def accumulated(micro_batches: Sequence[Any], consume: Any) -> None:
+            counts.append(len(micro_batches))
+            accumulate(micro_batches, consume)
+
+        def reduced() -> None:
+            found.append(policy.model.output_weight().main_grad.clone())
+            reduce()
+
+        monkeypatch.setattr(policy.schedule, "accumulate", accumulated)
+        monkeypatch.setattr(policy.schedule, "reduce", reduced)
+        step(policy)
+        (count,), (one,) = counts, found
+        assert count > 1
+        return one
+
+    narrow, wide = gradient("bfloat16"), gradient("float32")
+    assert (narrow.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    assert wide.abs().max() > 0
+    assert torch.equal(narrow, wide.bfloat16())

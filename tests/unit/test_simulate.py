@@ -23,6 +23,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE
+from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.report.panels import simulation
@@ -33,7 +34,7 @@ from megatron_async_rl.samples.frames import OPEN, FrameWriter
 from megatron_async_rl.samples.types import Prompt, Sample
 from megatron_async_rl.simulate import choose
 from megatron_async_rl.simulate import rates as module
-from megatron_async_rl.simulate.calibrate import calibrate
+from megatron_async_rl.simulate.calibrate import _pieces, calibrate
 from megatron_async_rl.simulate.choose import part_of
 from megatron_async_rl.simulate.rates import (
     Hardware,
@@ -258,6 +259,27 @@ def test_an_engine_takes_as_long_as_it_was_busy_where_responses_are_alike(tmp_pa
     took = 24 * rates.prompt_s + 4 * rates.token_s(24)
     assert took == pytest.approx(24 * (PROMPT_S + 0.01) + 4 * (FIXED_S + 24 * EACH_S), rel=0.02)
     assert rates.engine_beside == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_piece_of_an_engines_time_starts_where_responses_begin_together() -> None:
+    """The first responses begin a piece too, without new weights before them."""
+    begun, ended = np.array([1.0, 1.01, 5.0]), np.array([4.0, 9.0, 9.0])
+    log: Any = SimpleNamespace(
+        samples={
+            "begun": begun,
+            "ended": ended,
+            "length": np.array([30.0, 80.0, 40.0]),
+            "engine": np.zeros(3),
+        },
+        training=[Span(track="rank 0", state="busy", start=2.0, end=3.0)],
+        places=8,
+    )
+    busy = Span(track="engine-0", state="busy", start=0.0, end=10.0)
+    seconds, beside, _, tokens, begin = _pieces(log, 0, [busy])
+    assert seconds == pytest.approx([4.0, 4.0])
+    assert beside == pytest.approx([1.0, 0.0])
+    assert tokens.sum() == pytest.approx(150.0)
+    assert begin.tolist() == [2.0, 1.0]
 
 
 HARDWARE = Hardware(tflops=1000, memory_gib=80, memory_tb_s=4, read_share=0.5, prefill_share=0.5)
