@@ -300,9 +300,8 @@ class RecordedSteps:
         try:
             batch = self._ahead.result()
         except (NotRecorded, SegmentBroken) as error:
-            what = f"{error.path} {error.what}" if isinstance(error, SegmentBroken) else str(error)
             fix = "replay the steps before (--steps), or those after a later checkpoint (--from)"
-            raise UserError.of(f"step {version + 1}", what, fix) from error
+            raise UserError.of(f"step {version + 1}", str(error), fix) from error
         # Batches are read in the order of steps, so another version means another start.
         if batch.version != version:
             raise ValueError(f"the batch of version {batch.version} was read for {version}")

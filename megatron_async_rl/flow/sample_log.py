@@ -462,10 +462,8 @@ class SampleLogWriter(SampleLog):
         if error.path in self._damaged:
             return
         self._damaged.add(error.path)
-        log.error("%s %s", error.path, error.what)
-        self._note_apart(
-            f"{error.path} {error.what}; the log continues in a new segment: {error.fix}"
-        )
+        log.error("%s", error)
+        self._note_apart(f"{error}; the log continues in a new segment: {error.fix}")
 
     def _note_apart(self, text: str) -> None:
         """Note `text` even if another text was noted before."""

@@ -84,9 +84,9 @@ class Comparison:
 def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
     """Repeat the steps, and print the result. Return the exit code: 0 if all bits are identical, or
     if the user changed settings; 1 if a step differs or the trainer failed; 130 after Ctrl-C."""
-    out = _new_folder(plan.run_dir, out)
+    folder = _new_folder(plan.run_dir, out)
     configs = [
-        _config(plan, stretch, _part(out, plan, index))
+        _config(plan, stretch, _part(folder, plan, index))
         for index, stretch in enumerate(plan.stretches)
     ]
     machine = this_machine()
@@ -94,7 +94,8 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
         _require_fitting(config, machine, stretch.start)
     # Its lines are compared with the replay's, so damage is found before any step is repeated.
     read_metrics(plan.run_dir)
-    _announce(plan, out, console)
+    _create(folder, named=out is not None)
+    _announce(plan, folder, console)
     checkpoint, code, compared = plan.checkpoint, 0, Comparison()
     rows: list[MetricRow] = []
     record = ReplayRecord(
@@ -102,10 +103,10 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
         changes=list(plan.changes),
         first=plan.first,
         last=plan.last,
-        parts=[os.path.relpath(config.run.dir, out) for config in configs],
+        parts=[os.path.relpath(config.run.dir, folder) for config in configs],
     )
     # At once, because a dashboard of the run shows the replay while it trains.
-    record.write(out)
+    record.write(folder)
     try:
         for stretch, config in zip(plan.stretches, configs, strict=True):
             assert config.run.replay is not None
@@ -123,14 +124,14 @@ def replay(plan: ReplayPlan, out: Path | None, console: Console) -> int:
                     "steps": steps_of(rows, of_run, compared.verdicts),
                 }
             )
-            record.write(out)
+            record.write(folder)
             _show_other_inputs(stretch, run.dir, console)
             if code != 0:
                 break
             checkpoint = run.dir / "checkpoint" / f"step_{stretch.last:08d}"
     finally:
         record = record.model_copy(update={"ended": True})
-        record.write(out)
+        record.write(folder)
     # The settings and the directory of the first step that differs.
     different = compared.first_different or plan.last
     config = next(
@@ -172,10 +173,23 @@ def _new_folder(run_dir: Path, out: Path | None) -> Path:
     if out is not None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError.of("--out", f"{out} is not an empty directory", "name a new one")
+        if out.resolve() == (run_dir / FOLDER).resolve():
+            what = f"{out} holds the replays of the run, each in a directory of its own"
+            raise UserError.of("--out", what, f"name a directory in it, such as {out / '1'}")
         return out
     folder = run_dir / FOLDER
     numbers = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
     return folder / str(max(numbers, default=0) + 1)
+
+
+def _create(out: Path, *, named: bool) -> None:
+    """Create the directory of the replay. If the user `named` it, it may exist. Raises UserError if
+    another replay has just taken its number."""
+    try:
+        out.mkdir(parents=True, exist_ok=named)
+    except FileExistsError:
+        what = f"another replay has just begun in {out}"
+        raise UserError.of("RUN", what, "start this one again") from None
 
 
 def _part(out: Path, plan: ReplayPlan, index: int) -> Path:
@@ -247,6 +261,8 @@ def _announce(plan: ReplayPlan, out: Path, console: Console) -> None:
             f" step {plan.first}"
         )
         console.print(note, markup=False, highlight=False, soft_wrap=True)
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     for stretch in plan.stretches:
         if stretch.start is not None and stretch.start.nodes > 1:
             note = (

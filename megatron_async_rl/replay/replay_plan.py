@@ -63,6 +63,8 @@ class ReplayPlan:
     """Step whose gradient is explained, the last one; null for none."""
     save: bool = False
     """Write a checkpoint of the last step."""
+    notes: Sequence[str] = ()
+    """Facts that the user must know, such as steps that were lost."""
 
     @property
     def is_what_if(self) -> bool:
@@ -109,6 +111,7 @@ def plan_replay(
         requested = _first_step(log, saved)
     if requested > log.last_step:
         what = f"the last recorded step is {log.last_step}"
+        what += f"; {log.lost()}" * (log.last_step < log.made)
         option = "--from" if explained is None else "--explain"
         raise UserError.of(option, what, f"name a step up to {log.last_step}")
     # The newest checkpoint before the requested step needs the fewest steps in between.
@@ -129,6 +132,7 @@ def plan_replay(
         changes=changes,
         explained=explained,
         save=save,
+        notes=[log.lost()] if last == log.last_step < log.made else [],
     )
 
 
@@ -151,11 +155,20 @@ def _require_effect(run_dir: Path, changes: Sequence[str]) -> None:
 
 class _ReplayableSteps:
     """Steps whose batches are known. recorded: null for a supervised run, because data and seed
-    determine its batches. last_step: newest step that was trained and logged."""
+    determine its batches. last_step: newest step that was trained and logged. made: newest step
+    with a line of metrics."""
 
-    def __init__(self, recorded: RecordedBatches | None, last_step: int) -> None:
+    def __init__(self, recorded: RecordedBatches | None, last_step: int, made: int) -> None:
         self._recorded = recorded
         self.last_step = last_step
+        self.made = made
+
+    def lost(self) -> str:
+        """Return why the steps between last_step and made cannot be replayed."""
+        first = self.last_step + 1
+        steps = f"steps {first} to {self.made}" if first < self.made else f"step {first}"
+        why, _ = self.missing(first) or ("the log has no later batch", "")
+        return f"{steps} cannot be replayed: {why}"
 
     def missing(self, step: int) -> tuple[str, str] | None:
         """Return why the batch of a step cannot be read, and the fix if no other step can be
@@ -169,7 +182,7 @@ class _ReplayableSteps:
                 " checkpoint.keep in the next run"
             )
         except SegmentBroken as error:
-            return f"{error.path} {error.what}", error.fix
+            return str(error), error.fix
         return None
 
 
@@ -177,15 +190,20 @@ def _recorded_steps(run_dir: Path) -> _ReplayableSteps:
     """Return the steps that can be repeated. Raises UserError for a run without a log or without a
     step."""
     rows = read_newest(run_dir, 1)
-    last, recorded = int(number(rows[-1], "step") or 0) if rows else 0, None
+    made, recorded = int(number(rows[-1], "step") or 0) if rows else 0, None
+    last = made
     if not load(run_dir / "config.yaml").supervised:
         with reading_log():
             recorded = RecordedBatches(run_dir)
             # A crash in a step leaves its batch in the log without a line of metrics.
-            last = min(last, recorded.last_step)
-    if not last:
+            last = min(made, recorded.last_step)
+    if not made:
         raise UserError.of("RUN", f"{run_dir} has made no step", "wait for its first step")
-    return _ReplayableSteps(recorded, last)
+    log = _ReplayableSteps(recorded, last, made)
+    if not last:
+        why, fix = log.missing(1) or (f"{run_dir} has trained no step", "wait for its first step")
+        raise UserError.of("RUN", why, fix)
+    return log
 
 
 @contextmanager
@@ -197,7 +215,7 @@ def reading_log() -> Iterator[None]:
         fix = "name a run that was made with samples.keep_mib above 0"
         raise UserError.of("RUN", str(error), fix) from error
     except SegmentBroken as error:
-        raise UserError.of("RUN", f"{error.path} {error.what}", error.fix) from error
+        raise UserError.of("RUN", str(error), error.fix) from error
 
 
 def _beginnings(log: _ReplayableSteps, saved: dict[int, Path]) -> Iterator[int]:

@@ -81,6 +81,9 @@ class SegmentBroken(ValueError):
         self.what = what
         self.fix = fix
 
+    def __str__(self) -> str:
+        return f"{self.path} {self.what}"
+
 
 class FrameWriter:
     """Writer of a new file at `path` (`.open`). Raises OSError if it cannot be created. After an

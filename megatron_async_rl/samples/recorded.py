@@ -80,13 +80,13 @@ class RecordedBatches:
 
     @cached_property
     def last_step(self) -> int:
-        """The newest step that trained; 0 if none did."""
+        """The newest step that trained, as far as segments can be read; 0 if none did."""
         for segment in reversed(self._segments):
-            steps = [
-                pc.max(batch.filter(pc.equal(batch["outcome"], "trained"))["step"]).as_py()
-                for _, batch in read_batches(self._folder, "outcomes", segment)
-            ]
-            known = [step for step in steps if step is not None]
+            known: list[int] = []
+            with suppress(SegmentBroken):  # raised if a step in it is requested
+                for _, batch in read_batches(self._folder, "outcomes", segment):
+                    trained = batch.filter(pc.equal(batch["outcome"], "trained"))
+                    known += [step for step in [pc.max(trained["step"]).as_py()] if step]
             if known:
                 return max(known)
         return 0

@@ -53,16 +53,23 @@ class DataUnchanged(RunCheck):
                 if _digests(start.data.get(what)) != _digests(first.data.get(what)):
                     wrong.add(f"the start at step {start.step} had other {what} prompts")
         count = sum(int(one["count"]) for one in starts[-1].data["training"])
-        value = f"{count:,} rows, {number_of('start', len(starts))}"
+        value, unread = f"{count:,} rows, {number_of('start', len(starts))}", ""
         try:
             now = self._now()
         except (DataError, UserError, OSError) as error:
-            now = None
-            value += f"; the files cannot be read now ({one_line(error)})"
-        if now is not None and now != _digests(starts[-1].data["training"]):
-            wrong.add("the training files differ from those of the last start")
+            unread = f"the files cannot be read now ({one_line(error)})"
+        else:
+            if now is None:
+                unread = "data of the Hub is not downloaded again"
+            elif now != _digests(starts[-1].data["training"]):
+                wrong.add("the training files differ from those of the last start")
+        value += f"; {unread}" * bool(unread)
         if wrong:
             value = f"{number_of('difference', wrong.count)}; {value}"
+        elif unread:
+            # Starts with equal digests do not show that the files are still the same.
+            yield absent(UNCHANGED, value, UNCHANGED_BOUND, UNCHANGED_REMEDY)
+            return
         yield row(UNCHANGED, value, UNCHANGED_BOUND, not wrong, UNCHANGED_REMEDY, wrong.first)
 
     def _now(self) -> Any:

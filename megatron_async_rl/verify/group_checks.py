@@ -1,7 +1,8 @@
 """Groups: their sizes, their rewards, and the groups that were dropped.
 
 Every trained group has flow.group_size samples, without exception. A reward that fails leaves its
-sample out of training, so more than MAX_ERRORS of the samples is a fault of the reward or the data.
+sample out of training, so more than MAX_ERRORS of the samples is a fault of the reward or the data;
+less than MIN_ERRORS of them show nothing.
 A drop selects: dropped responses that are much longer or shorter than trained ones bias what the
 policy learns. The bound applies from MIN_DROPPED of the responses on; groups of equal rewards are
 left out, because they have no gradient.
@@ -19,6 +20,7 @@ from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
 
 SIZES, DROPPED = "groups", "dropped groups"
 MAX_ERRORS = 0.05
+MIN_ERRORS = 3
 MIN_DROPPED = 0.05
 LENGTH_RATIO = 1.5
 MIN_RESPONSES = 32
@@ -87,7 +89,8 @@ class GroupSizes(RunCheck):
 
     def result(self) -> Iterable[ScorecardRow]:
         self._close()
-        bound = f"{self._size} samples each; at most {MAX_ERRORS:.0%} reward errors"
+        most = f"{MAX_ERRORS:.0%} (or {MIN_ERRORS - 1})"
+        bound = f"{self._size} samples each; at most {most} reward errors"
         if not self._finished:
             yield absent(SIZES, "no samples were read", bound, SIZE_REMEDY)
             return
@@ -97,11 +100,11 @@ class GroupSizes(RunCheck):
             value += f"; {self._equal[0] / self._equal[1]:.0%} with equal rewards"
         if self._wrong:
             value = f"{self._wrong.count} of another size; {value}"
-        ok = not self._wrong and errors <= MAX_ERRORS
+        many = errors > MAX_ERRORS and self._errors >= MIN_ERRORS
         details = list(self._wrong.first)
-        if errors > MAX_ERRORS:
+        if many:
             details.insert(0, f"{self._errors:,} of {self._finished:,} rewards failed")
-        yield row(SIZES, value, bound, ok, SIZE_REMEDY, details)
+        yield row(SIZES, value, bound, not (self._wrong or many), SIZE_REMEDY, details)
 
 
 class DroppedGroups(RunCheck):

@@ -6,7 +6,7 @@
 Invariants:
 - nothing in the run directory changes, except `verify.json`;
 - memory does not grow with the number of samples: only samples whose outcome was not read yet are
-  kept, and a check keeps sums;
+  kept, with `selection: replay` the newest KNOWN_SAMPLES, and a check keeps sums;
 - damage is reported in the row `sample log`, with its file, and everything else is still checked.
 """
 
@@ -48,6 +48,9 @@ from megatron_async_rl.verify.token_bookkeeping import Reencoding, TokenBookkeep
 
 FILE = "verify.json"
 """Scorecard in the run directory, which the report shows."""
+KNOWN_SAMPLES = 1_000_000
+"""Number of samples whose outcomes are awaited. The replay store may train a sample at any time; an
+outcome of an older one counts as one whose sample was not read."""
 
 
 def read_records(run_dir: Path) -> RunRecords:
@@ -165,6 +168,8 @@ def _read_log(
                     for check in checks:
                         check.block(block)
                     pending |= {(one.id, one.finished_at): one for one in block.facts()}
+                    while len(pending) > KNOWN_SAMPLES:
+                        del pending[next(iter(pending))]
             with log.damage():
                 for _, batch in read_batches(folder, "outcomes", segment):
                     log.outcomes(batch["seq"].to_numpy())

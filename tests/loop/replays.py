@@ -15,7 +15,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.launch.launcher import _prepare_directory
 from megatron_async_rl.replay import repetition
 from megatron_async_rl.replay.replay_plan import plan_replay
-from tests.loop.one_process import Engines, OneProcess
+from tests.loop.one_process import Crash, Engines, OneProcess
 from tests.parallel.ranks import run_ranks
 
 KEPT = ("checkpoint.every=2", "checkpoint.keep=9")
@@ -47,6 +47,16 @@ def run(
 ) -> Path:
     _prepare_directory(config)
     return loop.run(config, engines or Engines(), crashes_at)
+
+
+def killed_and_resumed(loop: OneProcess) -> Path:
+    """Make a run that is killed in step 4 and resumed with another learning rate from step 2."""
+    config = loop.config("resumed", *ASYNCHRONOUS)
+    with pytest.raises(Crash):
+        run(loop, config, crashes_at=("after await_batch", 4))
+    changed = config.policy.optimizer.model_copy(update={"lr": 0.02})
+    policy = config.policy.model_copy(update={"optimizer": changed})
+    return run(loop, config.model_copy(update={"policy": policy}))
 
 
 def run_on_ranks(config: Config, crashes_at: tuple[str, int] | None = None) -> Path:

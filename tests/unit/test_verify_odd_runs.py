@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +20,12 @@ from megatron_async_rl.data import SupervisedSource, read_training
 from megatron_async_rl.data.tokenizer import tokenizer_of
 from megatron_async_rl.flow.starts import Start, read_starts, record_start
 from megatron_async_rl.metrics.load_log import LoadLog
+from megatron_async_rl.verify import verified_run
 from megatron_async_rl.verify.canary_checks import NORMAL_LIMIT, probability_score
 from megatron_async_rl.verify.data_checks import DataUnchanged
 from megatron_async_rl.verify.duplicate_responses import DuplicateResponses
 from megatron_async_rl.verify.engine_loads import EngineLoads
+from megatron_async_rl.verify.log_integrity import LogIntegrity
 from megatron_async_rl.verify.reward_hacks import RewardHacks, gold_answer
 from megatron_async_rl.verify.run_check import RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import EndedSample, SampleBlock, SampleFacts
@@ -101,6 +104,35 @@ def test_a_store_may_draw_a_response_again(records: RunRecords) -> None:
     for step in range(1, 20):
         check.ended(trained(facts(log_prob=-20.0), step))
     assert [one.verdict for one in check.result()] == [RowVerdict.ABSENT] * 2
+
+
+class Counted(RunCheck):
+    """Counts outcomes by whether their samples were read."""
+
+    def __init__(self) -> None:
+        self.known = self.unknown = 0
+
+    def ended(self, _: EndedSample) -> None:
+        self.known += 1
+
+    def unread(self, _: Mapping[str, Any]) -> None:
+        self.unknown += 1
+
+
+def test_a_bounded_number_of_samples_waits_for_an_outcome(
+    records: RunRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counts() -> tuple[int, int]:
+        counted = Counted()
+        verified_run._read_log(records, LogIntegrity(records), [counted], Console())
+        return counted.known, counted.unknown
+
+    known, unknown = counts()
+    assert known > 100
+    monkeypatch.setattr(verified_run, "KNOWN_SAMPLES", 7)
+    # All samples of a segment are read before its outcomes.
+    kept = 7 * len(LogIntegrity(records).segments)
+    assert counts() == (kept, known - kept + unknown)
 
 
 def changed(records: RunRecords, *settings: str) -> Config:

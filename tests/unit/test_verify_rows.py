@@ -145,8 +145,11 @@ def test_the_row_of_groups_has_its_bounds(records: RunRecords) -> None:
     partly_read.unread({"outcome": "dropped", "step": 3, "group": 9})
     for one in group(9, 3, step=3):
         partly_read.ended(one)
+    few = {count: failed(count)[:12] for count in (2, 3)}
     cases = {
         "nothing": sizes(records),
+        "2 of 12 rewards failed": sizes(records, *few[2]),
+        "3 of 12 rewards failed": sizes(records, *few[3]),
         "5 % of the rewards failed": sizes(records, *failed(5)),
         "6 % of the rewards failed": sizes(records, *failed(6)),
         "equal rewards": sizes(records, *group(0), shares=(0.5, 0.25, 0.0)),
