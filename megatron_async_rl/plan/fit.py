@@ -448,7 +448,8 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
 
 
 def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> tuple[int, str]:
-    """Return the bytes of weights in the /dev/shm of rank 0's machine, and their description."""
+    """Return the bytes of weights in the /dev/shm of rank 0's machine, maybe none, and their
+    description."""
     if config.weights.carrier.ipc:
         ranks = config.policy.parallel.ranks if device_of(config, machine) == "cpu" else 0
         return ranks * ipc_bucket_bytes(config, engine), f"two buckets of each of {ranks} ranks"
@@ -485,9 +486,11 @@ def shared_memory_notes(
     weights, store, what = shared_memory(config, engine, machine, longest)
     if weights + store <= machine.shared_memory:
         return []
+    subject = f"Ray's object store for the samples ({store / MIB:.0f} MiB)"
+    if weights:
+        subject = f"{what} ({weights / MIB:.0f} MiB) and {subject}"
     return [
-        f"{what} ({weights / MIB:.0f} MiB) and Ray's object store for the"
-        f" samples ({store / MIB:.0f} MiB) do not fit into /dev/shm, which has"
+        f"{subject} {'do' if weights else 'does'} not fit into /dev/shm, which has"
         f" {machine.shared_memory / MIB:.0f} MiB free: Ray will be slow (docker run"
         f" {shm_size(weights, store)})"
     ]

@@ -23,6 +23,7 @@ from typing import Any
 import typer
 
 from megatron_async_rl.config.data import TASK_PREFIX, GenerateConfig, is_task
+from megatron_async_rl.config.keys import nearest
 from megatron_async_rl.config.problem import DataError, Problem, UserError
 from megatron_async_rl.data.files import read_rows
 from megatron_async_rl.data.generated import task_file
@@ -405,7 +406,9 @@ def _require_column(option: str, column: str, columns: Sequence[str], of: str = 
     role, named = (
         ("answer", option) if option == "--answer-key" else ("prompt", OPTIONS["prompt_key"])
     )
-    likely = next((one for one in SYNONYMS[role] if one in columns), "COLUMN")
+    # A misspelt name first: the usual names may be columns of something else.
+    likely = nearest(column, columns)
+    likely = likely or next((one for one in SYNONYMS[role] if one in columns), "COLUMN")
     what = f"{of} has no column {column!r} (its columns: {_listed(columns)})"
     raise UserError.of(option, what, f"name an existing column: {named} {likely}")
 

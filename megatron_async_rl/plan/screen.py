@@ -141,8 +141,10 @@ def _show_memory(plan: RunPlan, config: Config, machine: Machine, console: Conso
             option = shm_size(weights, store)
             _print(
                 console,
-                f"/dev/shm of rank 0's machine: {size(weights)} ({what}) and {size(store)} (Ray's"
-                f" object store); in a container: docker run {option}",
+                "/dev/shm of rank 0's machine: "
+                # Buckets on GPUs take no shared memory.
+                + f"{size(weights)} ({what}) and " * bool(weights)
+                + f"{size(store)} (Ray's object store); in a container: docker run {option}",
             )
         carrier, two = config.weights.carrier, size(2 * plan.engine.weights)
         if carrier.per_engine:

@@ -97,7 +97,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def interviewed(
-    given: dict[str, str], answers: list[str] | None, options: dict[str, Any], shown: list[str]
+    patch: pytest.MonkeyPatch,
+    given: dict[str, str],
+    answers: list[str] | None,
+    options: dict[str, Any],
+    shown: list[str],
 ) -> Interview:
     """Return an interview whose terminal gives `answers` in order; an empty one is the default."""
     left = list(answers or ())
@@ -115,7 +119,7 @@ def interviewed(
             except typer.BadParameter as error:
                 shown.append(f"  refused: {error}")
 
-    pytest.MonkeyPatch().setattr(typer, "prompt", prompt)
+    patch.setattr(typer, "prompt", prompt)
     return Interview(
         given,
         out=Path("out.yaml"),
@@ -126,21 +130,18 @@ def interviewed(
 
 
 def test_every_interview_is_the_one_on_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = typer.prompt
     text = ""
     for name, (given, answers, options) in SCRIPTS.items():
         shown: list[str] = []
         try:
-            shown.append(str(interviewed(given, answers, options, shown).run()))
+            shown.append(str(interviewed(monkeypatch, given, answers, options, shown).run()))
         except (UserError, typer.Abort) as error:
             shown.append(f"{type(error).__name__}: {error}")
         text += f"$ {name}\n" + "\n".join(shown) + "\n"
-    monkeypatch.setattr(typer, "prompt", prompt)
     require_page("init/interviews", text)
 
 
 def test_every_repeated_question_is_the_one_on_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = typer.prompt
     text = ""
     answers = {
         "model.path": ["model"],
@@ -160,9 +161,9 @@ def test_every_repeated_question_is_the_one_on_its_page(monkeypatch: pytest.Monk
     for key, given in answers.items():
         for terminal in (True, False):
             shown: list[str] = []
-            asked = interviewed(GIVEN, None, {}, shown)
+            asked = interviewed(monkeypatch, GIVEN, None, {}, shown)
             asked.run()
-            again = interviewed({}, given if terminal else None, {}, shown)
+            again = interviewed(monkeypatch, {}, given if terminal else None, {}, shown)
             again.__dict__.update({k: asked.__dict__[k] for k in ("_values", "_texts", "_columns")})
             shown.clear()
             try:
@@ -170,7 +171,6 @@ def test_every_repeated_question_is_the_one_on_its_page(monkeypatch: pytest.Monk
             except (UserError, typer.Abort) as error:
                 shown.append(f"{type(error).__name__}: {error}")
             text += f"$ {key} {terminal}\n" + "\n".join(shown) + "\n"
-    monkeypatch.setattr(typer, "prompt", prompt)
     require_page("init/repeated", text)
 
 
