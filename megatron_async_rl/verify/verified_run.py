@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -125,7 +124,7 @@ def verify_run(run_dir: Path, console: Console) -> Scorecard:
             check.measured(row)
     _read_log(records, log, checks, console)
     every: list[RunCheck | LogIntegrity] = [log, *checks]
-    with console.status("reading checkpoints and data") if console.is_terminal else nullcontext():
+    with console.status("reading checkpoints and data"):
         rows = [row for check in every for row in check.result()]
     card = Scorecard(subject=str(run_dir), rows=tuple(rows), notes=tuple(_notes(records, log)))
     write_file(run_dir / FILE, card.text())

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import SupervisedSource, read_training
 from megatron_async_rl.data.tokenizer import tokenizer_of
@@ -104,6 +105,20 @@ def test_a_store_may_draw_a_response_again(records: RunRecords) -> None:
     for step in range(1, 20):
         check.ended(trained(facts(log_prob=-20.0), step))
     assert [one.verdict for one in check.result()] == [RowVerdict.ABSENT] * 2
+
+
+def test_a_run_without_a_step_is_refused(healthy: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(UserError, match=r"has no config\.yaml: it is not a run"):
+        read_records(run_dir)
+    shutil.copytree(healthy, run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text("")
+    with pytest.raises(UserError, match="has made no step"):
+        read_records(run_dir)
+    metrics.unlink()
+    with pytest.raises(UserError, match="has made no step"):
+        read_records(run_dir)
 
 
 class Counted(RunCheck):
