@@ -245,13 +245,21 @@ def test_a_replay_restores_the_number_of_threads_of_its_user(
 
 
 def test_a_damaged_sample_log_of_a_replay_is_named(run: Path) -> None:
-    file = max((run / "samples").glob("outcomes-*"))
-    content = bytearray(file.read_bytes())
-    content[100] ^= 1
-    file.write_bytes(content)
-    refused = replayed(Trainer(run))
-    assert refused.startswith(f"RUN\n  RUN/samples/{file.name} ")
-    assert "\n  fix: " in refused
+    """The steps before the damage are repeated; if there are none, the replay is refused."""
+    files = sorted((run / "samples").glob("outcomes-*"))
+    for place, file in enumerate(reversed(files)):
+        content = bytearray(file.read_bytes())
+        content[100] ^= 1
+        file.write_bytes(content)
+        found = replayed(Trainer(run))
+        if file == files[0]:
+            assert found.startswith(f"RUN\n  RUN/samples/{file.name} ")
+            assert "\n  fix: " in found
+        else:
+            last = 8 - 4 * place
+            note = f"note: steps {last + 1} to 12 cannot be replayed: RUN/samples/{file.name} is"
+            assert f"steps 1 to {last} " in found
+            assert note in found
 
 
 def test_every_difference_of_the_starts_is_noted_on_its_page(run: Path) -> None:
