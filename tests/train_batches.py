@@ -47,6 +47,23 @@ def groups_of(batch: TrainBatch) -> list[list[Sample]]:
     return list(groups.values())
 
 
+def streamed(
+    batch: TrainBatch, parts: Sequence[Sequence[int]]
+) -> tuple[list[TrainBatch], TrainBatch]:
+    """Return the parts of a batch, each with these groups, and the batch that knows its parts."""
+    groups = groups_of(batch)
+    alone = [
+        replace(
+            TrainBatch.of(batch.version, [groups[group] for group in part]),
+            parts=(number,) * len(part),
+            complete=False,
+        )
+        for number, part in enumerate(parts)
+    ]
+    of_group = {group: number for number, part in enumerate(parts) for group in part}
+    return alone, replace(batch, parts=tuple(of_group[group] for group in range(len(groups))))
+
+
 def samples_in(batch: TrainBatch) -> list[Sample]:
     """Return all samples of a batch."""
     return samples_of(batch.samples)

@@ -97,6 +97,16 @@ class Denominators:
         sequences count."""
         return replace(self, kept=None)
 
+    @property
+    def undivided(self) -> Denominators:
+        """Return denominators of 1, with which losses are sums; `divisor` then divides them."""
+        return Denominators(1, 1, None if self.kept is None else self.kept.undivided)
+
+    def divisor(self, aggregation: Aggregation) -> int:
+        """Return the divisor of the sum over all sequences, which `aggregate` applies."""
+        counted = self if self.kept is None else self.kept
+        return max(counted.tokens if aggregation == "token-mean" else counted.sequences, 1)
+
 
 def aggregate(
     losses: TokenLoss | SequenceLoss,

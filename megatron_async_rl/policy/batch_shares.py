@@ -9,6 +9,9 @@ give one line of metrics. So a data-parallel rank keeps its samples throughout, 
 balanced over the ranks, and two consecutive optimizer steps share a sample only if just one
 minibatch has trainable tokens. A minibatch is cut into micro-batches (batching.py).
 
+With streamed groups a batch also arrives in parts before it is complete (streamed_step.py). A part
+is received like a batch.
+
 Invariants of minibatches:
 - a group stays whole: its responses are in one minibatch;
 - the division is a pure function of the groups, the version and the number of minibatches, the same
@@ -23,6 +26,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -60,6 +64,11 @@ def divide(group: NDArray[np.int64], version: int, minibatches: int) -> list[NDA
     return [np.flatnonzero(np.isin(group, part)) for part in np.array_split(drawn, minibatches)]
 
 
+def rows_of_parts(part: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return the samples of each part of a step, by number, ascending. part: [S]."""
+    return [np.flatnonzero(part == number) for number in np.unique(part)]
+
+
 def split(
     batch: TrainBatch,
     data_parallel: int,
@@ -71,25 +80,34 @@ def split(
     """Split a batch into a record batch with columns NUMBERS and, for each data-parallel rank, one
     with columns TOKENS.
 
-    Each minibatch is divided separately, so each is balanced over the ranks. whole_groups: all of a
-    group belongs to one rank. sharing: least share of the tokens that shared prefixes must save to
+    Each minibatch, and each part of it, is divided separately, so each is balanced over the ranks,
+    and a part has the same owners alone as in its batch. whole_groups: all of a group belongs to
+    one rank. sharing: least share of the tokens that shared prefixes must save to
     be shared; null: samples share nothing. A sample whose reward failed has no owner."""
     samples = batch.samples
     owner = np.full(samples.num_rows, NOBODY, dtype=np.int64)
     # A sample whose reward failed is in no minibatch: its owner stays NOBODY.
     trained = np.flatnonzero(samples.column("valid").to_numpy(zero_copy_only=False))
-    shared = None if sharing is None else shared_prefixes(samples, trained, least=sharing)
+    place = samples.column("group").to_numpy()
+    part = np.array(batch.parts, dtype=np.int64)[place] if batch.parts else np.zeros_like(place)
+    shared = None
+    if sharing is not None:
+        # Per part, because a part that arrives alone must share what it shares in its batch.
+        divided = [trained[rows] for rows in rows_of_parts(part[trained])] or [trained]
+        shared = pc.coalesce(*(shared_prefixes(samples, rows, least=sharing) for rows in divided))
     prompts, responses = (flat(samples.column(name))[1] for name in ("prompt_ids", "response_ids"))
     lengths = (prompts + responses)[trained]
-    group = samples.column("group").to_numpy()[trained]
+    group = place[trained]
     prefixes = np.zeros_like(lengths) if shared is None else _sums(shared)[trained]
     for rows in divide(group, batch.version, minibatches):
-        # Per minibatch: balance over the whole batch would leave single steps unbalanced.
-        owner[trained[rows]] = _owners(
-            lengths[rows], prefixes[rows], group[rows], data_parallel, whole_groups=whole_groups
-        )
+        for own in rows_of_parts(part[trained[rows]]):
+            each = rows[own]
+            # Balance over the whole batch would leave single steps and parts unbalanced.
+            owner[trained[each]] = _owners(
+                lengths[each], prefixes[each], group[each], data_parallel, whole_groups=whole_groups
+            )
     return (
-        numbers_of(samples, owner, shared),
+        numbers_of(samples, owner, part, shared),
         tuple(tokens_of(samples, np.flatnonzero(owner == rank)) for rank in range(data_parallel)),
     )
 
@@ -147,7 +165,7 @@ def receive(
     """On rank 0: the numbers, and the tokens of each data-parallel rank."""
     buffers: list[Tensor] = []
 
-    def announce() -> tuple[int, list[int]] | None:
+    def announce() -> tuple[int, bool, list[int]] | None:
         batch = take()
         if batch is None:
             return None
@@ -162,14 +180,14 @@ def receive(
         # Serialised here, inside rank 0's part, because the header contains the sizes.
         if layout.world_size > 1:
             buffers.extend(_tensor(part) for part in parts)
-        return batch.version, [len(buffer) for buffer in buffers]
+        return batch.version, batch.complete, [len(buffer) for buffer in buffers]
 
     header = layout.from_rank_zero(announce)
     if header is None:
         return None
-    version, sizes = header
+    version, complete, sizes = header
     if layout.world_size == 1:
-        return RankBatch.of(version, *parts)
+        return RankBatch.of(version, *parts, complete=complete)
 
     numbers = buffers[0] if buffers else torch.empty(sizes[0], dtype=torch.uint8)
     # After the header, in this order on every rank: all numbers, then own tokens.
@@ -186,10 +204,10 @@ def receive(
         # The buffers must outlive the sends.
         for request in requests:
             request.wait()
-        return RankBatch.of(version, parts[0], parts[own])
+        return RankBatch.of(version, parts[0], parts[own], complete=complete)
     tokens = torch.empty(sizes[own], dtype=torch.uint8)
     dist.recv(tokens, 0, group=layout.cpu_group)
-    return RankBatch.of(version, _batch(numbers), _batch(tokens))
+    return RankBatch.of(version, _batch(numbers), _batch(tokens), complete=complete)
 
 
 def _tensor(batch: pa.RecordBatch) -> Tensor:

@@ -155,6 +155,11 @@ class Schedule:
             # Megatron mistakes the end of a reduction for that of a step.
             set_gathered(self.chunks, True)
 
+    def divide(self, by: int) -> None:
+        """Divide the gradient buffers by a number."""
+        for chunk in self.chunks:
+            chunk.scale_gradients(1.0 / by)
+
     @torch.no_grad()
     def forward(
         self, micro_batches: Sequence[MicroBatch], routing: RoutingPass = "replay"

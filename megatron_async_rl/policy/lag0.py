@@ -20,12 +20,15 @@ from torch import Tensor
 from megatron_async_rl.objectives.batch import TokenBatch
 from megatron_async_rl.objectives.objective import BatchLoss
 from megatron_async_rl.policy.batching import MicroBatch
-from megatron_async_rl.policy.step import StepTable
+from megatron_async_rl.policy.step import COLUMNS, TERMS, StepTable
 from megatron_async_rl.samples.rank_batch import RankBatch
 
 DEPTHS = 24
 """Number of depth buckets: bucket i has the tokens whose number of tokens before them is at least
 2^i and below 2^(i + 1); the last has all above."""
+
+DIVIDED = [COLUMNS.index(name) for name in ("loss", *(f"term_{term}" for term in TERMS))]
+"""Columns of a step table that contain the denominator of the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,15 @@ class Lag0Table(StepTable):
         depth = token + (prompts - first)[tokens.sequence]
         # A prompt has at least one token, so the depth is at least 1.
         return depth.double().log2().floor().long().clamp(0, DEPTHS - 1)
+
+    def insert(self, rows: NDArray[np.int64], part: Lag0Table, divisor: int) -> None:
+        """Set the rows of the samples of `part`, a table that is not complete, whose losses were
+        not divided. rows: [S of the part]."""
+        on_device = torch.from_numpy(rows).to(self.values.device)
+        values = part.values.clone()
+        values[:, DIVIDED] /= divisor
+        self.values[on_device] = values
+        self._by_depth[on_device] = part._by_depth
 
     def complete(self, group: Any) -> NDArray[np.float64]:
         # Together with the table: a step has one such collective, and one copy to the host.

@@ -4,15 +4,14 @@ Invariants:
 - every rank gets the same batch and returns the same metrics (times are the rank's own);
 - a batch makes minibatches x epochs optimizer steps: log-probs of the batch once; then for each
   minibatch loss, gradient, controls, step;
-- the loss and its gradient do not depend on the parallel layout, on the token budget or on the
-  order of samples;
+- the loss and its gradient do not depend on the parallel layout, on the token budget, on the
+  order of samples or on the parts in which a batch arrives (streamed_step.py);
 - weights that are not finite are neither published nor saved, and no checkpoint contains optimizer
   state that is not finite.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ import numpy as np
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
@@ -39,13 +37,13 @@ from megatron_async_rl.policy.adam_view import (
     MOMENT_NAMES,
     adam_shards,
     optimizer_parameters,
-    optimizer_state,
 )
 from megatron_async_rl.policy.anomaly import AnomalyReport, refuse_nonfinite_steps, require_finite
 from megatron_async_rl.policy.attention import ContextParallelSlice
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.batch_shares import divide, receive
 from megatron_async_rl.policy.batching import Batcher, Minibatch
+from megatron_async_rl.policy.control_state import control_slices, load_controls
 from megatron_async_rl.policy.device_memory import DeviceMemory
 from megatron_async_rl.policy.explanation import GradientExplanation
 from megatron_async_rl.policy.forward import Schedule
@@ -77,10 +75,9 @@ from megatron_async_rl.policy.step import (
     sample_losses,
     step_metrics,
 )
+from megatron_async_rl.policy.streamed_step import StreamedStep
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -101,6 +98,7 @@ class Policy:
     coverage: CoverageReport
     explanation: GradientExplanation | None
     batcher: Batcher
+    streamed: StreamedStep
     memory: DeviceMemory
     lag0: Lag0Differences | None = None
     """Differences from the engines' log-probs in the last step; null without tokens at lag 0."""
@@ -178,6 +176,15 @@ class Policy:
                 schedule, model, optimizer, layout, step=explained[0], file=explained[1]
             )
         )
+        batcher = Batcher(
+            layout,
+            policy_config.tokens_per_micro_batch,
+            sequence_layout(
+                policy_config.sequence,
+                policy_config.row_multiple,
+                ContextParallelSlice(layout.cp_rank, layout.cp_size),
+            ),
+        )
         return cls(
             policy_config,
             layout,
@@ -192,15 +199,8 @@ class Policy:
             AnomalyReport(schedule, model, optimizer, layout, anomalies),
             CoverageReport(GradientCoverage(model, layout), layout, anomalies and anomalies.parent),
             explanation,
-            Batcher(
-                layout,
-                policy_config.tokens_per_micro_batch,
-                sequence_layout(
-                    policy_config.sequence,
-                    policy_config.row_multiple,
-                    ContextParallelSlice(layout.cp_rank, layout.cp_size),
-                ),
-            ),
+            batcher,
+            StreamedStep(schedule, optimizer, objective, references, batcher, layout),
             DeviceMemory(wrapped, optimizer, controls.values(), layout.device),
         )
 
@@ -214,12 +214,22 @@ class Policy:
             sharing=self.config.least_sharing,
         )
 
+    def accumulate(self, part: RankBatch) -> None:
+        """Add the gradient of a part of the next batch, which is not complete yet; `train_step` on
+        the batch completes the step. Nothing else changes. Raises SampleTooLong."""
+        self.memory.require()
+        if self.schedule.routing is not None:
+            self.schedule.routing.check(part.routed_experts)
+        self.references.begin(part.version)
+        self.streamed.add(part)
+
     def train_step(self, batch: RankBatch) -> dict[str, float]:
         """Make the optimizer steps on `batch`, which end in the next version of the weights. Keys
         of the result are those of metrics/catalogue.py.
 
-        A minibatch without a trainable token makes no step. Raises SampleTooLong, SnapshotMissing,
-        and StateReleased while the training state is released for engines.
+        Parts of the batch that `accumulate` has not added are added first. A minibatch without a
+        trainable token makes no step. Raises SampleTooLong, SnapshotMissing, ReadsOtherGroups, and
+        StateReleased while the training state is released for engines.
         """
         self.memory.require()
         # Before any return: the differences of the last batch are not those of this one.
@@ -231,23 +241,31 @@ class Policy:
         # Before the first step, because these weights are those of `batch.version`.
         self.references.begin(batch.version)
         if not samples.loss_mask.any():
+            self.streamed.discard()
             return over_steps([self.step.skip() for _ in range(settings.steps_per_batch)])
 
         started, updates = time.perf_counter(), self.step.updates
-        # Divided once for all epochs, so that every pass runs the same micro-batches.
-        minibatches = [
-            self.batcher.of(samples, rows)
-            for rows in divide(samples.group, batch.version, settings.minibatches)
-        ]
-        columns = precompute(
-            sorted(self.objective.needs),
-            samples,
-            minibatches,
-            self.references,
-            self.schedule,
-            self.batcher,
-            record=self.config.routing_replay == "proximal",
-        )
+        # A batch of one part is the ordinary case, whose denominators are known from the start.
+        if in_parts := bool(batch.part.any()):
+            self.streamed.add_missing(batch)
+            started = time.perf_counter()
+            minibatches = [self.streamed.minibatch(samples)]
+            columns = self.streamed.columns(samples)
+        else:
+            # Divided once for all epochs, so that every pass runs the same micro-batches.
+            minibatches = [
+                self.batcher.of(samples, rows)
+                for rows in divide(samples.group, batch.version, settings.minibatches)
+            ]
+            columns = precompute(
+                sorted(self.objective.needs),
+                samples,
+                minibatches,
+                self.references,
+                self.schedule,
+                self.batcher,
+                record=self.config.routing_replay == "proximal",
+            )
         whole = self.objective.prepare(samples, columns)
         precomputed = time.perf_counter()
 
@@ -256,7 +274,11 @@ class Policy:
             # Advantages depend on the whole batch; decisions and denominators on the minibatch.
             prepared = whole.select(torch.from_numpy(minibatch.rows))
             moved = self.step.updates > updates
-            steps.append(self._optimizer_step(minibatch, prepared, samples.lag_max, moved=moved))
+            steps.append(
+                self._optimizer_step(
+                    minibatch, prepared, samples.lag_max, moved=moved, in_parts=in_parts
+                )
+            )
             if self.step.nonfinite_in_a_row >= self.config.max_nonfinite_steps:
                 break
 
@@ -268,14 +290,25 @@ class Policy:
         self.schedule.gather_weights()
         metrics = {**over_steps(steps), **self.objective.metrics(whole, columns)}
         metrics["time/precompute_s"] += precomputed - started
+        if in_parts:
+            metrics["time/precompute_s"] += self.streamed.precompute_s
+            metrics["time/forward_backward_s"] += self.streamed.forward_backward_s
+            self.streamed.discard()
         return metrics if routing is None else metrics | routing.end_batch()
 
     def _optimizer_step(
-        self, minibatch: Minibatch, prepared: TokenBatch, lag_max: int, *, moved: bool
+        self,
+        minibatch: Minibatch,
+        prepared: TokenBatch,
+        lag_max: int,
+        *,
+        moved: bool,
+        in_parts: bool,
     ) -> dict[str, float]:
         """Make one optimizer step. moved: True if the weights differ from those with which the
-        batch began."""
+        batch began. in_parts: True if `streamed` has the sums of the minibatch's parts."""
         samples, mine = minibatch.samples, minibatch.micro_batches
+        rows = minibatch.plan.ranks[self.layout.dp_rank]
         if not samples.loss_mask.any():
             return {"time/precompute_s": 0.0, **self.step.skip()}
         started = time.perf_counter()
@@ -294,8 +327,10 @@ class Policy:
         # the next backward pass would add to the buffer twice.
         self.optimizer.zero_grad()
         owner, chosen = self.layout.dp_rank, dict[str, float]()
-        if self.baseline is None:
-            table: StepTable = Lag0Table(samples, self.layout.device)
+        if in_parts:
+            table: StepTable = self.streamed.finish(targets)
+        elif self.baseline is None:
+            table = Lag0Table(samples, self.layout.device)
             recorded = table if self.layout.records_outputs else None
             loss = RecordedLoss(self.objective, targets, recorded, owner=owner)
             self.schedule.forward_backward(mine, loss)
@@ -328,7 +363,7 @@ class Policy:
         trace = partial(
             self.anomalies.write,
             step=samples.version + 1,
-            rows=[micro_batch.samples for micro_batch in mine],
+            rows=rows,
             losses=sample_losses(measurements),
             **parts,
         )
@@ -337,7 +372,7 @@ class Policy:
         if self.explanation is not None and self.explanation.step == samples.version + 1:
             # Before the controls, which change the gradient.
             self.explanation.write(
-                micro_batches=mine,
+                micro_batches=mine or [self.batcher.build(samples, each) for each in rows],
                 advantages=targets.whole.advantages.numpy(),
                 loss=facts.loss,
                 **parts,
@@ -355,7 +390,7 @@ class Policy:
             **targets.metrics,
             **chosen,
             **taken,
-            "policy/micro_batches": float(len(mine)),
+            "policy/micro_batches": float(len(rows)),
             "policy/computed_tokens": float(minibatch.plan.computed),
             "policy/padding_share": minibatch.plan.padding_share,
             "policy/shared_share": minibatch.plan.shared_share,
@@ -433,11 +468,7 @@ class Policy:
             },
             parameter_state={
                 **self.references.parameter_state(),
-                **{
-                    _of_control(name, kind): optimizer_state(self.optimizer, shards)
-                    for name, control in self.controls.items()
-                    for kind, shards in control.shard_state().items()
-                },
+                **control_slices(self.controls, self.optimizer),
             },
             entries={REFERENCE_DIGEST: self.references.fixed_digest()},
             layout=self.layout,
@@ -461,38 +492,6 @@ class Policy:
         self.step.load_state_dict(loaded.state["step"])
         # After the model, because a missing average starts from the loaded weights.
         self.references.load(loaded, warn=self.layout.rank == 0)
-        numbers = loaded.state.get("controls", {})
-        for name, control in self.controls.items():
-            if name in numbers:
-                control.load_state_dict(numbers[name])
-                kinds = {
-                    # `read` below fills it, in the layout of this run's shards.
-                    held.removeprefix(_of_control(name, "")): _zeros_like(self.optimizer)
-                    for held in sorted(loaded.names)
-                    if held.startswith(_of_control(name, ""))
-                }
-                loaded.read(
-                    {
-                        _of_control(name, kind): optimizer_state(self.optimizer, shards)
-                        for kind, shards in kinds.items()
-                    }
-                )
-                control.load_shard_state(kinds)
-            elif self.layout.rank == 0:
-                log.warning(
-                    "the checkpoint in %s has no state of control %s: it starts afresh",
-                    directory,
-                    name,
-                )
+        load_controls(loaded, self.controls, self.optimizer, directory, warn=self.layout.rank == 0)
         run: dict[str, Any] = loaded.state["run"]
         return run
-
-
-def _zeros_like(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return zeros in float32 on the CPU, of the shards' shapes."""
-    return [torch.zeros(p.shape, dtype=torch.float32) for p in optimizer_parameters(optimizer)]
-
-
-def _of_control(name: str, kind: str) -> str:
-    """Return the name in a checkpoint of this shard state of a control."""
-    return f"control.{name}.{kind}"

@@ -37,10 +37,12 @@ NUMBERS = pa.schema(
         *(field for field in NUMERIC if field.name not in ("prompt_ids", "response_ids", ROUTED)),
         pa.field("prompt_length", pa.int32(), nullable=False),
         pa.field("owner", pa.int32(), nullable=False),
+        pa.field("part", pa.int32(), nullable=False),
         SHARED,
     ]
 )
-"""The numbers of every sample, for every rank. `owner`: the data-parallel rank that trains it."""
+"""The numbers of every sample, for every rank. `owner`: the data-parallel rank that trains it.
+`part`: see `TrainBatch.parts`."""
 
 TOKENS = pa.schema(
     [
@@ -57,8 +59,9 @@ the engine chose for them."""
 class RankBatch:
     """S samples with N response tokens; P tokens belong to this rank's own samples.
 
-    version: the weights that will be trained. ids: [S] strings. group, owner, prompt_lengths,
-    lengths (response tokens): [S] int64. rewards, weights: [S] float64. reward_parts: [S], the
+    version: the weights that will be trained. complete: False for one part of a streamed batch.
+    ids: [S] strings. group, owner, part (`TrainBatch.parts`), prompt_lengths, lengths (response
+    tokens): [S] int64. rewards, weights: [S] float64. reward_parts: [S], the
     parts of a reward by name, null for a reward without parts. segment_starts: [S], the response
     tokens at which further segments of a sample begin, null for a sample of one segment. shared:
     [S], the column SHARED. valid (the reward did not fail), sampled (not given data), truncated:
@@ -74,9 +77,11 @@ class RankBatch:
     """
 
     version: int
+    complete: bool
     ids: pa.StringArray
     group: NDArray[np.int64]
     owner: NDArray[np.int64]
+    part: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
     lengths: NDArray[np.int64]
     rewards: NDArray[np.float64]
@@ -97,7 +102,14 @@ class RankBatch:
     routed: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, version: int, numbers: pa.RecordBatch, tokens: pa.RecordBatch) -> RankBatch:
+    def of(
+        cls,
+        version: int,
+        numbers: pa.RecordBatch,
+        tokens: pa.RecordBatch,
+        *,
+        complete: bool = True,
+    ) -> RankBatch:
         """Return the batch of the record batches `numbers` (NUMBERS) and `tokens` (TOKENS)."""
         behavior_logprobs, lengths = flat(numbers.column("behavior_logprobs"))
         given, counts = flat(numbers.column("step_rewards"))
@@ -122,9 +134,11 @@ class RankBatch:
         reason = numbers.column("finish_reason")
         return cls(
             version=version,
+            complete=complete,
             ids=numbers.column("id"),
             group=numbers.column("group").to_numpy(),
             owner=numbers.column("owner").to_numpy().astype(np.int64),
+            part=numbers.column("part").to_numpy().astype(np.int64),
             prompt_lengths=prompt_lengths,
             lengths=lengths,
             rewards=numbers.column("reward").to_numpy(),
@@ -229,7 +243,7 @@ class RankBatch:
         changed = {
             field.name: getattr(self, field.name)[tokens if field.name in per_token else rows]
             for field in dataclasses.fields(self)
-            if field.name not in ("version", "token_ids", ROUTED, *columns)
+            if field.name not in ("version", "complete", "token_ids", ROUTED, *columns)
             and getattr(self, field.name) is not None
         }
         for name in columns:
@@ -255,14 +269,18 @@ def segment_lengths(
 
 
 def numbers_of(
-    samples: pa.RecordBatch, owner: NDArray[np.int64], shared: pa.ListArray | None = None
+    samples: pa.RecordBatch,
+    owner: NDArray[np.int64],
+    part: NDArray[np.int64],
+    shared: pa.ListArray | None = None,
 ) -> pa.RecordBatch:
-    """Return the columns NUMBERS of a batch with columns NUMERIC or SCHEMA. shared: the column
-    SHARED; null if samples share nothing."""
+    """Return the columns NUMBERS of a batch with columns NUMERIC or SCHEMA. owner, part: [S].
+    shared: the column SHARED; null if samples share nothing."""
     columns = {
         **{name: samples.column(name) for name in NUMERIC.names},
         "prompt_length": pc.list_value_length(samples.column("prompt_ids")),
         "owner": pa.array(owner, type=pa.int32()),
+        "part": pa.array(part, type=pa.int32()),
         "shared": pa.nulls(samples.num_rows, SHARED.type) if shared is None else shared,
     }
     return pa.RecordBatch.from_arrays([columns[name] for name in NUMBERS.names], schema=NUMBERS)

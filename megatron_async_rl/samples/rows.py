@@ -250,10 +250,16 @@ class SampleGroup:
 class TrainBatch:
     """The samples that one optimizer step consumes. `samples`: by NUMERIC or SCHEMA, with the
     samples of a group together; `group` is the position of a group in the batch. `version`: the
-    weights that will be trained. Raises ValueError for a token of a newer version."""
+    weights that will be trained. Raises ValueError for a token of a newer version.
+
+    With streamed groups, the gradient of a step is the sum over the parts of its batch. `parts`:
+    the part of each group, from 0 in the order of the sum; empty if the batch is one part.
+    `complete`: False for a single part, which other parts of the batch will follow."""
 
     version: int
     samples: pa.RecordBatch
+    parts: tuple[int, ...] = ()
+    complete: bool = True
 
     def __post_init__(self) -> None:
         versions, lengths = flat(self.samples.column("versions"))
