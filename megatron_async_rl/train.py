@@ -32,6 +32,7 @@ from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.model import DTYPES
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.policy import Policy
+from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.verify.canary_loop import measure_canaries
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.events import failure_of, record_failure
@@ -128,9 +129,7 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
     collect_rarely()
     while version < config.run.last_step:
         writing.check()
-        rank.enter("waiting", "batch")
-        rank.await_batch()
-        batch = policy.receive(rank0.next_batch)
+        batch = next_batch(policy, rank)
         if batch is None:
             break
         rank.take_devices()
@@ -164,6 +163,19 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         export_adapter(policy.model, directory / "adapter")
     skipped = policy.step.nonfinite
     rank0.set_status("finished", f"{skipped} optimizer steps were not finite" if skipped else "")
+
+
+def next_batch(policy: Policy, rank: TrainerRank) -> RankBatch | None:
+    """Return the batch that trains this version; None if the user requested the run to stop. With
+    streamed groups, the policy adds parts of the batch to its gradient until it is complete."""
+    while True:
+        rank.enter("waiting", "batch")
+        rank.await_batch()
+        batch = policy.receive(rank.rank0.next_batch)
+        if batch is None or batch.complete:
+            return batch
+        rank.enter("training")
+        policy.accumulate(batch)
 
 
 def quiet_s(config: Config) -> float:

@@ -76,6 +76,7 @@ class ReinforcePpAdvantage(AdvantageSettings):
     whole batch."""
 
     method: ClassVar[Any] = "objectives.advantages.discounted:REINFORCE_PP"
+    compares_batch: ClassVar[bool] = True
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
     gamma: Discount = 1.0
@@ -87,6 +88,7 @@ class ReinforcePpBaselineAdvantage(AdvantageSettings):
     tokens of the whole batch."""
 
     method: ClassVar[Any] = "objectives.advantages.discounted:REINFORCE_PP_BASELINE"
+    compares_batch: ClassVar[bool] = True
     compares_group: ClassVar[bool] = True
 
     name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
@@ -107,6 +109,11 @@ class GaeAdvantage(AdvantageSettings):
     variance. 1: whole returns, least bias."""
     whiten: bool = True
     """Normalise to mean 0 and variance 1 over all trained tokens of the whole batch."""
+
+    @property
+    def needs_batch(self) -> bool:
+        # Without whitening, each response has its own estimates.
+        return self.whiten
 
 
 # Minimum-variance baselines weight the rewards by squared score norms.

@@ -74,6 +74,10 @@ class TisCorrection(CorrectionSettings):
     """Divide by the mean weight of the whole optimizer-step batch, after truncation."""
 
     @property
+    def needs_batch(self) -> bool:
+        return self.normalize
+
+    @property
     def per_token(self) -> bool:
         return self.level == "token"
 
@@ -99,6 +103,10 @@ class IcepopCorrection(CorrectionSettings):
     normalize: bool = False
     """Divide by the mean weight of the whole optimizer-step batch, including the zeros of this
     correction."""
+
+    @property
+    def needs_batch(self) -> bool:
+        return self.normalize
 
     @property
     def per_token(self) -> bool:

@@ -90,6 +90,12 @@ class FlowConfig(Strict):
     """Groups in flight in addition to those of async_ratio, as a share of prompts_per_step. With
     `selection: windowed` the groups that finish first train, and unfinished groups continue. The
     staleness bound stays ceil(async_ratio), so async_ratio must be a fraction, such as 0.5."""
+    stream: Literal["none", "groups"] = "none"
+    """Streamed groups of a synchronous run (arXiv 2610.05935). `groups`: the policy computes the
+    gradient of finished groups while the engines sample the other groups of the batch under the
+    same weights, and makes the optimizer step when the batch is complete. The gradient is that of
+    `none` up to rounding, and the lag is 0. Needs async_ratio: 0, and methods that compare the
+    responses of one group at most."""
     dynamic_sampling: bool = False
     """Dynamic sampling of DAPO (arXiv 2503.14476): drop each group whose rewards are all equal, and
     sample another prompt instead. Once ten times the groups of a batch were dropped for one batch,

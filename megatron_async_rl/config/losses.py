@@ -388,12 +388,12 @@ class MinirlLoss(LossSettings):
     """Largest weight w."""
 
 
-# M2PO and BAPO read the whole optimizer-step batch before its first micro-batch.
 class M2poLoss(LossSettings):
     """M2PO (arXiv 2510.01161): -w * A, with w = pi / mu and a bound on the second moment of log w
     over the optimizer-step batch."""
 
     method: ClassVar[Any] = "objectives.losses.m2po:M2PO"
+    compares_batch: ClassVar[bool] = True
     against_behavior: ClassVar[bool] = True
     decides_by_logp: ClassVar[bool] = True
 
@@ -419,9 +419,8 @@ def _rising(bounds: tuple[float, float, float]) -> tuple[float, float, float]:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Convert a list to a tuple. Method settings pass through a Python validator
-    (`or_plug_in` in config/settings_model.py), after which strict mode refuses a list for a
-    tuple."""
+    """Convert a list to a tuple. Method settings pass through a Python validator (`or_plug_in`),
+    after which strict mode refuses a list for a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -433,6 +432,7 @@ class BapoLoss(LossSettings):
     until tokens with A > 0 contribute `target_share` of the loss."""
 
     method: ClassVar[Any] = "objectives.losses.bapo:BAPO"
+    compares_batch: ClassVar[bool] = True
     against_behavior: ClassVar[bool] = True
     decides_by_logp: ClassVar[bool] = True
 

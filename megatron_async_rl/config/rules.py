@@ -2,7 +2,7 @@
 
 Each conflict states the combination, the reason and the fix. The properties of each method are
 class attributes of its settings model, so a new method brings its own. Sections of the schema do
-not depend on each other; this file, policy_rules.py and rollout_rules.py check their combinations.
+not depend on each other; this file and the other *_rules.py check their combinations.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megatron_async_rl.config.rollout_rules import (
     transport_conflicts,
 )
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.stream_rules import stream_conflicts
 
 BFLOAT16_BETA = 1.0 - 2.0**-8
 """Largest beta at which a moment in bfloat16 decays at every step without new gradients: rounding
@@ -56,6 +57,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
     # Controls come first, because they decide what the rest of the run needs.
     yield from _controls(config)
     yield from flow_conflicts(config)
+    yield from stream_conflicts(config)
     yield from lora_conflicts(config)
     yield from sharing_conflicts(config)
     yield from fp8_conflicts(config)

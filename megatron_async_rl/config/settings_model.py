@@ -96,6 +96,13 @@ class MethodSettings(Strict):
     must not import torch."""
     folder: ClassVar[str]
     """Package in which a file NAME.py with SETTINGS adds the method NAME."""
+    compares_batch: ClassVar[bool] = False
+    """True if the numbers of a sample depend on samples of other groups of the batch."""
+
+    @property
+    def needs_batch(self) -> bool:
+        """True if the method needs all groups of the batch with these settings."""
+        return self.compares_batch
 
 
 def method_of(settings: MethodSettings | type[MethodSettings]) -> Any:

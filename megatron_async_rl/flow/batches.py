@@ -1,11 +1,13 @@
 """Sources of rank 0's batches: the controller and its engines, given responses, or the log of
 another run.
 
-Both keep one contract with the loop:
+All keep one contract with the loop:
 - `state()` is called only when every batch that was handed out has trained; its result belongs in a
   checkpoint with the weights of that version;
 - `next_batch(version)` returns None only if `RUN/stop` exists and the controller has not taken the
-  next batch: a batch that was taken is handed out and trains.
+  next batch: a batch that was taken is handed out and trains;
+- with streamed groups, `next_batch(version)` also returns parts of the batch (`complete` is False);
+  the loop calls it again until the batch is complete.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class BatchSource(Protocol):
     ends: frozenset[int]
 
     def next_batch(self, version: int) -> Handout | None:
-        """Return the batch that trains `version`; None if the user requested the run to stop."""
+        """Return the batch that trains `version`, or a part of it; None if the user requested the
+        run to stop."""
 
     def state(self) -> DataState: ...
     def close(self) -> None: ...
@@ -282,13 +285,15 @@ class GivenResponses:
 
 
 class RecordedSteps:
-    """Batches of another run's log, for a replay. One batch is read ahead."""
+    """Batches of another run's log, for a replay. One batch is read ahead. streams: True to train
+    on the parts in which they arrived, with streamed groups."""
 
-    def __init__(self, replay: ReplayConfig, run_dir: Path) -> None:
+    def __init__(self, replay: ReplayConfig, run_dir: Path, *, streams: bool) -> None:
         self.data: dict[str, Any] = {}
         self.ends = frozenset[int]()
         self._stop = run_dir / watch.STOP
         self._last = replay.last
+        self._streams = streams
         self._recorded = RecordedBatches(replay.run)
         # Reading ahead hides the log behind the training of a step.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="recorded steps")
@@ -307,7 +312,7 @@ class RecordedSteps:
             raise ValueError(f"the batch of version {batch.version} was read for {version}")
         if version + 2 <= self._last:
             self._ahead = self._reader.submit(self._recorded.batch, version + 2)
-        return Handout(batch=batch, metrics={})
+        return Handout(batch=batch if self._streams else replace(batch, parts=()), metrics={})
 
     def state(self) -> DataState:
         return DataState(state={}, data={})
@@ -340,7 +345,8 @@ def open_batches(
     if config.supervised:
         return GivenResponses(config, position)
     if config.run.replay is not None:
-        return RecordedSteps(config.run.replay, config.run.dir)
+        streams = config.flow.stream == "groups"
+        return RecordedSteps(config.run.replay, config.run.dir, streams=streams)
     return RolloutBatches(config, device_type, position, gpus)
 
 

@@ -195,13 +195,25 @@ def _is_exact(group: GroupState, due: int, now: int, first_versions: Collection[
     )
 
 
-def train_batch(groups: Sequence[SampleGroup], version: int) -> TrainBatch:
-    """Return the batch that trains `version`, without text. A group's number is its place."""
+def train_batch(
+    groups: Sequence[SampleGroup],
+    version: int,
+    parts: tuple[int, ...] = (),
+    *,
+    complete: bool = True,
+) -> TrainBatch:
+    """Return the batch that trains `version`, or a part of it, without text. A group's number is
+    its place. parts, complete: see TrainBatch."""
     numbered = [(sample, place) for place, group in enumerate(groups) for sample in group.samples]
     # Numbers within the batch: those of admission grow over the whole run.
     samples = [sample for sample, _ in numbered]
     places = [place for _, place in numbered]
-    return TrainBatch(version=version, samples=gathered(samples, places, NUMERIC))
+    return TrainBatch(
+        version=version,
+        samples=gathered(samples, places, NUMERIC),
+        parts=parts,
+        complete=complete,
+    )
 
 
 BUFFER_FILE = "buffer.arrow"

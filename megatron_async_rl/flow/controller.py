@@ -56,7 +56,6 @@ from megatron_async_rl.flow.engine_task import Launch
 from megatron_async_rl.flow.errors import (
     BatchTimeout,
     EngineFailed,
-    LateGroup,
     RequestGivenUp,
     batch_timeout,
     require_a_reward,
@@ -67,7 +66,14 @@ from megatron_async_rl.flow.fleet import Fleet
 from megatron_async_rl.flow.router import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
-from megatron_async_rl.flow.summary import Ages, FlowCounts, describe_flow, summarise_dropped
+from megatron_async_rl.flow.step_parts import StepParts
+from megatron_async_rl.flow.summary import (
+    Ages,
+    FlowCounts,
+    describe_flow,
+    late_groups,
+    summarise_dropped,
+)
 from megatron_async_rl.rollout.engine_process import start_engine
 from megatron_async_rl.rollout.scoring import GroupRewards
 from megatron_async_rl.samples.rows import SampleGroup, SampleRow, TrainBatch
@@ -108,6 +114,7 @@ class Controller(Listener):
             on_group_dropped=self._on_group_dropped,
             scored_whole=self._rewards.any,
         )
+        self._parts = StepParts(streams=spec.flow.stream == "groups")
         self._sample_log = SampleLog()
         self._resumed: Mapping[str, Any] = {}
         self._left_behind = EMPTY
@@ -222,7 +229,8 @@ class Controller(Listener):
 
     async def next_batch(self, version: int) -> Handout | None:
         """Return the batch that trains `version`; engines may still hold older versions. Return
-        None once the user has requested the run to stop, unless the batch was taken before.
+        None once the user has requested the run to stop, unless the batch was taken before. With
+        streamed groups, return a part of the batch as soon as one of its groups has finished.
 
         Raises the error that ended the flow at once; BatchTimeout after `timeout_s` seconds in
         which no response grew; RewardFailed if every reward of the batch failed; StalenessViolated
@@ -230,8 +238,8 @@ class Controller(Listener):
         """
         with watch.doing("wait", f"responses for the batch of version {version}"):
             batch = await self._take(version)
-        if batch is None:
-            return None
+        if batch is None or not batch.complete:
+            return None if batch is None else Handout(batch=batch, metrics={})
         self._ages.keep(index for index, _ in self._scheduler.running())
         self._admit()
         updates = self._fleet.updates
@@ -259,6 +267,8 @@ class Controller(Listener):
                 groups = self._scheduler.take(version)
                 if groups is not None:
                     return self._batch(groups, version)
+                if (part := self._parts.next(self._scheduler, version)) is not None:
+                    return part
             # No await since `take` failed, so no event is lost.
             self._progress.clear()
             # Counted from the newest sign of life: a growing response is not late.
@@ -277,24 +287,16 @@ class Controller(Listener):
         # Before the log counts the samples as trained.
         require_a_reward(samples, version + 1)
         batch = [group.samples for group in groups]
-        self._sample_log.trained([group.index for group in groups], batch, version + 1)
-        return train_batch(groups, version)
+        parts = self._parts.complete(groups)
+        self._sample_log.trained([group.index for group in groups], batch, version + 1, parts)
+        return train_batch(groups, version, parts)
 
     def _stop_asked(self) -> bool:
         run_dir = self._spec.run_dir
         return run_dir is not None and (run_dir / watch.STOP).exists()
 
     def _timed_out(self, version: int) -> BatchTimeout:
-        late = [
-            LateGroup(
-                index=index,
-                prompt=prompt.id,
-                seconds=self._ages.of(index),
-                engines=self._fleet.requests.holders(index),
-                unscored=self._scheduler.unscored(index) is not None,
-            )
-            for index, prompt in self._scheduler.running()
-        ]
+        late = late_groups(self._scheduler, self._fleet.requests, self._ages)
         held = [slot.version for slot in self._fleet.slots]
         return batch_timeout(version, self._spec.timeout_s, late, held)
 
@@ -383,7 +385,7 @@ class Controller(Listener):
     def _go_on(self) -> None:
         """Admit more, and wake the trainer only if there may be a batch, not for every response."""
         self._admit()
-        if self._scheduler.may_take(self._scheduler.next_step):
+        if self._parts.streams or self._scheduler.may_take(self._scheduler.next_step):
             self._progress.set()
 
     def _admit(self) -> None:

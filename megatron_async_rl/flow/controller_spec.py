@@ -45,7 +45,8 @@ class DataState:
 
 @dataclass(frozen=True, kw_only=True)
 class Handout:
-    """A batch, and metrics of engines and controller since the previous one."""
+    """A batch, and metrics of engines and controller since the previous one; or a part of a batch
+    that is not complete yet, without metrics."""
 
     batch: TrainBatch
     metrics: dict[str, MetricValue]

@@ -81,8 +81,8 @@ class OtherRank:
         raise RuntimeError("only rank 0 takes batches")
 
     def next_batch(self) -> TrainBatch | None:
-        """Return the batch from `take_batch`, which trains this version; None if the user requested
-        the run to stop."""
+        """Return the batch from `take_batch`, which trains this version, or a part of it; None if
+        the user requested the run to stop."""
         raise RuntimeError("only rank 0 takes batches")
 
     def advance(self, version: int) -> None:
@@ -226,14 +226,19 @@ class Rank0(OtherRank):
         self._handout = self._open.next_batch(self.version)
 
     def next_batch(self) -> TrainBatch | None:
-        # Handed out once: every batch that is taken trains.
+        # Handed out once: every batch or part that is taken trains.
         handout, self._handout = self._handout, None
         if handout is None:
             return None
-        # Kept until `log`: they describe the wait before this step.
-        self._flow_metrics = handout.metrics
-        self._checks.take(handout.batch)
-        return handout.batch
+        batch = handout.batch
+        # A part is in the batch that follows, which is checked and logged whole.
+        if batch.complete:
+            # Kept until `log`: they describe the wait before this step.
+            self._flow_metrics = handout.metrics
+            if self.config.flow.stream == "groups":
+                self._flow_metrics["flow/parts"] = max(batch.parts, default=0) + 1
+            self._checks.take(batch)
+        return batch
 
     def advance(self, version: int) -> None:
         self.version = version

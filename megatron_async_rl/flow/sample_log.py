@@ -78,6 +78,7 @@ ROWS, TOKENS = 256, 2**18
 
 LogWrite = Callable[[], None]
 SampleGroups = Sequence[Sequence[SampleRow]]
+Ints = Sequence[int]
 
 
 class SampleLog:
@@ -109,9 +110,10 @@ class SampleLog:
     def finished(self, sample: SampleRow) -> None:
         """Record a response with its reward."""
 
-    def trained(self, groups: Sequence[int], batch: SampleGroups, step: int) -> None:
+    def trained(self, groups: Ints, batch: SampleGroups, step: int, parts: Ints = ()) -> None:
         """Record that the batch of optimizer step `step` was handed out. It consumes `groups` and
-        trains on `batch`, the samples of each group, which with replay are other groups."""
+        trains on `batch`, the samples of each group, which with replay are other groups. `parts`:
+        of the groups (TrainBatch)."""
 
     def group_dropped(self, group: int, step: int, reason: str) -> None:
         """Record that the group will not train. `step`: the next step."""
@@ -176,9 +178,9 @@ class SampleLogWriter(SampleLog):
     def finished(self, sample: SampleRow) -> None:
         self._put(lambda: self._add_sample(sample), rows=1)
 
-    def trained(self, groups: Sequence[int], batch: SampleGroups, step: int) -> None:
+    def trained(self, groups: Ints, batch: SampleGroups, step: int, parts: Ints = ()) -> None:
         # By group and by sample: with replay, a batch trains on groups that it does not consume.
-        self._put_outcomes([(group, None, None) for group in groups], "consumed", step, None)
+        self._put_outcomes([(group, None, None) for group in groups], "consumed", step, None, parts)
         subjects = [_subject(sample) for group in batch for sample in group]
         places = [place for place, group in enumerate(batch) for _ in group]
         self._put_outcomes(subjects, "trained", step, None, places)
@@ -234,7 +236,7 @@ class SampleLogWriter(SampleLog):
         reason: str | None,
         places: Sequence[int] | None = None,
     ) -> None:
-        """`places`: position in the batch of each subject's group; null outside a batch."""
+        """`places`: see OUTCOMES; null for none."""
         numbered = zip(itertools.count(self._next_seq), subjects, places or itertools.repeat(None))
         rows: list[OutcomeRow] = [
             (seq, group, name, finished_at, outcome, step, reason, place)

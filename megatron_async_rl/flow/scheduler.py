@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Protocol
@@ -244,6 +244,19 @@ class Scheduler:
         for entry in late:
             self._table.drop(entry, "dropped_late")
         return self._consume(sorted(taken, key=lambda entry: entry.index), version)
+
+    def finished(self, version: int, known: Collection[int]) -> tuple[SampleGroup, ...]:
+        """Return the finished groups of the batch that trains `version`, in admission order and
+        without `known` ones; nothing changes. With async_ratio 0 and oldest_first, each of them is
+        in the batch. Raises StalenessViolated."""
+        if version != self.next_step:
+            return ()
+        entries = self._select(list(self._table.waiting()), version)
+        groups = tuple(entry.group() for entry in entries if entry.index not in known)
+        every = (sample for group in groups for sample in group.samples)
+        # They train at once, so the law must hold now.
+        check_lags(every, version, self._flow, self._first_versions, self._fresh_steps)
+        return groups
 
     def may_take(self, version: int) -> bool:
         """Return True if a selection may succeed. Only then does `take` examine why a batch is

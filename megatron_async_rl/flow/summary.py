@@ -1,5 +1,5 @@
 """Metrics of a batch of samples (rewards, lengths, lags), of samples dropped meanwhile, and of the
-work of engines and controller between two steps."""
+work of engines and controller between two steps; and the groups that are late."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async_rl.flow.engine_task import EngineSlot
+from megatron_async_rl.flow.errors import LateGroup
+from megatron_async_rl.flow.router import Requests
+from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.updates import Relayed, Transfer
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import SampleRow
@@ -341,3 +344,17 @@ class Ages:
         """Return the largest age; 0 without groups."""
         now = time.monotonic()
         return now - min((self._admitted_at[group] for group in groups), default=now)
+
+
+def late_groups(scheduler: Scheduler, requests: Requests, ages: Ages) -> list[LateGroup]:
+    """Return the groups for which the next batch waits, oldest first."""
+    return [
+        LateGroup(
+            index=index,
+            prompt=prompt.id,
+            seconds=ages.of(index),
+            engines=requests.holders(index),
+            unscored=scheduler.unscored(index) is not None,
+        )
+        for index, prompt in scheduler.running()
+    ]

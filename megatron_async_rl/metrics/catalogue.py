@@ -584,6 +584,11 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "total",
             ),
             "flow/consumed": Metric("groups", "Groups trained on.", "total"),
+            "flow/parts": Metric(
+                "parts",
+                "Parts in which the batch arrived and entered the gradient, with `flow.stream:"
+                " groups`.",
+            ),
             "flow/dropped_equal": Metric(
                 "groups", "Groups dropped by `flow.dynamic_sampling`.", "total"
             ),

@@ -28,11 +28,15 @@ LAYOUT = (
     "policy.sequence",
     "policy.prefix_sharing",
     "policy.tokens_per_micro_batch",
+    "flow.stream",
 )
 """Keys that change only the order of additions."""
 NEUTRAL = ("watchdog",)
 """Keys that change no number."""
-USED = ("model", "policy", "objective", "controls", "run.seed", "run.steps", *NEUTRAL)
+USED = (
+    *("model", "policy", "objective", "controls", "flow.stream", "run.seed", "run.steps"),
+    *NEUTRAL,
+)
 """Keys that the trainer reads; the recorded samples replace the others."""
 TEMPERATURE = "rollout.sampling.temperature"
 

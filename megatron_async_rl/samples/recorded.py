@@ -109,7 +109,7 @@ class RecordedBatches:
 
     def batch(self, step: int) -> TrainBatch:
         """Return the batch of an optimizer step, without text. Raises NotRecorded."""
-        segment, outcomes = self._outcomes_of(step)
+        segment, outcomes, parts = self._outcomes_of(step)
         keys = list(
             zip(outcomes["id"].to_pylist(), outcomes["finished_at"].to_pylist(), strict=True)
         )
@@ -127,7 +127,7 @@ class RecordedBatches:
             ],
             schema=NUMERIC,
         )
-        return TrainBatch(version=step - 1, samples=samples)
+        return TrainBatch(version=step - 1, samples=samples, parts=parts)
 
     def has_experts(self) -> bool:
         """True if the log has the experts that engines chose (samples.experts)."""
@@ -136,8 +136,9 @@ class RecordedBatches:
                 return ROUTED in batch.schema.names
         return False
 
-    def _outcomes_of(self, step: int) -> tuple[int, pa.Table]:
-        """Return the outcomes `trained` of a step by `seq`, and the newest segment with one."""
+    def _outcomes_of(self, step: int) -> tuple[int, pa.Table, tuple[int, ...]]:
+        """Return the newest segment with outcomes of a step, its outcomes `trained` by `seq`, and
+        the parts of its groups."""
         tables: list[pa.Table] = []
         newest = self._segments[0]
         for segment in self._segments_of(step):
@@ -159,17 +160,18 @@ class RecordedBatches:
         seqs = ends["seq"].to_numpy()
         # A batch's rows are written together, so their numbers have no gap.
         lost = np.setdiff1d(np.arange(seqs[0], seqs[-1] + 1), table["seq"].to_numpy())
-        consumed = len(ends) - len(trained)
+        # In the order of the batch's groups.
+        consumed = ends.filter(pc.equal(ends["outcome"], "consumed"))
         if len(lost):
             raise self._missing(f"lacks outcomes {lost[0]} to {lost[-1]} of step {step}")
-        if not consumed:
+        if not len(consumed):
             raise self._missing(f"lacks the consumed groups of step {step}")
         if trained["place"].null_count:
             raise self._missing(
                 f"was written by an earlier version, which did not record the group of each sample"
                 f" of step {step}"
             )
-        return newest, trained
+        return newest, trained, tuple(consumed["place"].drop_null().to_pylist())
 
     def _rows_of(self, keys: Sequence[_Key], newest: int, step: int) -> pa.Table:
         """Return the samples' rows in the order of `keys`. newest: segment of their outcomes."""

@@ -76,7 +76,8 @@ OUTCOMES = pa.schema(
 `step`: for `consumed` and `trained`, the optimizer step (its line in metrics.jsonl); for `admitted`
 and `dropped`, the step that was next; for `evaluated`, the weight version. `reason`: for `dropped`.
 `place`: for `trained`, the position in the batch of the sample's group; in the order of `seq`, the
-rows of a step are its batch. `repeated`, without `id`: a former `evaluated` row of an evaluation
+rows of a step are its batch. For `consumed` with streamed groups, the group's part of the batch
+(TrainBatch.parts). `repeated`, without `id`: a former `evaluated` row of an evaluation
 that was repeated; it keeps its `seq`."""
 _EARLIER_OUTCOMES = OUTCOMES.remove(OUTCOMES.get_field_index("place"))
 """Columns of logs of earlier versions."""

@@ -59,7 +59,12 @@ def numerics_overrides(config: Config) -> list[str]:
     # A group stays whole in a minibatch, so there are at least as many groups.
     prompts = max(NumericsConfig.default_of("prompts"), config.objective.minibatches)
     settings = NumericsConfig(prompts=prompts, long_prompt=_long_prompt(config, maximum))
-    flow = {"prompts_per_step": prompts, "group_size": RESPONSES, "async_ratio": 0.0}
+    flow = {
+        "prompts_per_step": prompts,
+        "group_size": RESPONSES,
+        "async_ratio": 0.0,
+        "stream": "none",
+    }
     samples = {"experts": config.samples.experts}
     return [
         *WITHOUT_TRAINING,
