@@ -50,6 +50,11 @@ def staleness_law(config: Config) -> str:
         f"late       {flow.late}: when a group that has to train now is still running,"
         f" {LATE[flow.late]}"
     )
+    if flow.stream == "groups":
+        lines.append(
+            "stream     groups: the policy trains on finished groups while the engines sample the"
+            " others of the step; times of a step below do not count this overlap"
+        )
     if flow.oversample:
         lines.append(
             f"oversample {flow.oversample:g} x {prompts} of those prompts exceed what async_ratio"

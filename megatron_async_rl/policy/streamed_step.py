@@ -225,14 +225,14 @@ class StreamedStep:
         divisor = targets.denominators.divisor(self._objective.config.aggregation_used)
         table = Lag0Table(samples, self._layout.device)
         for part, own in self._placed(samples):
-            _require_same(part.targets.whole, targets.whole, samples, own)
+            require_same(part.targets.whole, targets.whole, samples, own)
             table.insert(own, part.table, divisor)
         self._schedule.reduce()
         self._schedule.divide(divisor)
         return table
 
 
-def _require_same(
+def require_same(
     part: TokenBatch, whole: TokenBatch, samples: RankBatch, rows: NDArray[np.int64]
 ) -> None:
     """Raise ReadsOtherGroups unless a part has the numbers of its samples in the whole batch."""

@@ -429,7 +429,7 @@ def test_a_setting_that_changes_no_number_is_no_what_if_analysis(
 
 
 def test_what_is_lost_is_named_with_what_can_be_replayed(resumed: Path, tmp_path: Path) -> None:
-    steps = RecordedSteps(ReplayConfig(run=resumed, first=7, last=7), tmp_path)
+    steps = RecordedSteps(ReplayConfig(run=resumed, first=7, last=7), tmp_path, streams=True)
     with pytest.raises(UserError, match=r"step 7\n.*no batch of step 7\n.*--steps"):
         steps.next_batch(6)
     steps.close()

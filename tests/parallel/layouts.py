@@ -213,6 +213,14 @@ OFFERED = {
         "virtual_pipeline",
         "data_distributed_optimizer",
     ),
+    "streamed_program": chosen(
+        {name: v for name, v in BEFORE_THE_OPTIMIZER.items() if name != "mixture_single"}
+        | _named("data_replicated_optimizer"),
+        "sequence",
+        "virtual_pipeline",
+        "data_distributed_optimizer",
+        "expert",
+    ),
     "value_head_program": chosen(
         DISTINCT, "single", "sequence", "virtual_pipeline", "data_distributed_optimizer"
     ),

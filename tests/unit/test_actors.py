@@ -584,7 +584,7 @@ def test_recorded_steps_are_read_one_ahead(monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setattr(batches, "RecordedBatches", Recorded)
     replay: Any = SimpleNamespace(run=tmp_path, first=3, last=5)
-    steps = batches.RecordedSteps(replay, tmp_path)
+    steps = batches.RecordedSteps(replay, tmp_path, streams=True)
     versions = [steps.next_batch(version).batch.version for version in (2, 3, 4)]  # type: ignore[union-attr]
     assert (versions, read) == ([2, 3, 4], [3, 4, 5])
     with pytest.raises(ValueError, match="the batch of version 4 was read for 7"):
