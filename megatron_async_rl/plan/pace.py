@@ -53,7 +53,7 @@ def staleness_law(config: Config) -> str:
     if flow.stream == "groups":
         lines.append(
             "stream     groups: the policy trains on finished groups while the engines sample the"
-            " others of the step; times of a step below do not count this overlap"
+            " others of the step; estimated times of a step do not count this overlap"
         )
     if flow.oversample:
         lines.append(

@@ -284,6 +284,10 @@ def _require_simulable(config: Config) -> None:
     if config.rollout.placement == "colocated":
         what = "colocated: engines and policy take turns, so a step is the sum of its parts"
         raise UserError.of("rollout.placement", what, "`mar plan` prints the resulting sizes")
+    if config.flow.stream == "groups":
+        what = "groups: the simulation trains on whole batches, without overlap within a step"
+        fix = "add flow.stream=none, and measure a streamed run by `mar train`"
+        raise UserError.of("flow.stream", what, fix)
 
 
 def require_plan(config: Config, shape: ModelShape, hardware: Hardware) -> None:

@@ -18,8 +18,8 @@ WAYS = dict(
 )
 
 
-def test_the_page_has_five_ways() -> None:
-    assert len(WAYS) == 5
+def test_the_page_has_six_ways() -> None:
+    assert len(WAYS) == 6
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from rich.console import Console
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.config.stream_rules import KEY
@@ -24,6 +26,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.pace import staleness_law
 from megatron_async_rl.policy.streamed_step import ReadsOtherGroups, require_same
 from megatron_async_rl.samples.recorded import RecordedBatches
+from megatron_async_rl.simulate.choose import predict_from_run
 from megatron_async_rl.verify.numerics import numerics_overrides
 from tests.cases import looped
 from tests.logged_samples import row, sample
@@ -339,7 +342,9 @@ def test_a_group_of_a_lost_engine_arrives_in_a_later_part() -> None:
         assert rest.batch.complete
         assert {group.index for group in groups_of(rest.batch)} == {0, 1}
         assert set(rest.batch.parts) == {0, 1}
-        assert {one for group in groups_of(rest.batch) for s in group.samples for one in s.versions}
+        tokens = [sample.versions for group in groups_of(rest.batch) for sample in group.samples]
+        assert {version for versions in tokens for version in versions} == {0}
+        assert slow.asked, "the lost engine had a group"
         await until(lambda: controller.stats()["consumed"] == 2)
         await controller.close()
 
@@ -351,3 +356,9 @@ def test_a_plan_describes_what_streams(tmp_path: Path) -> None:
     text = staleness_law(load(file, ["flow.async_ratio=0", "flow.stream=groups"]))
     assert "stream     groups:" in text
     assert "stream " not in staleness_law(load(file, ["flow.async_ratio=0"]))
+
+
+def test_a_simulation_of_a_streamed_run_is_refused(tmp_path: Path) -> None:
+    streamed_run = load(write_run(tmp_path), ["flow.async_ratio=0", "flow.stream=groups"])
+    with pytest.raises(UserError, match=r"flow\.stream\n.*\n.*add flow\.stream=none"):
+        predict_from_run(streamed_run, [], (), 1, 0, Console())
