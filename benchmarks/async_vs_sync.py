@@ -31,14 +31,21 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = ("EngineCore", "RolloutEngine")
 
 
-def run(folder: Path, ratio: float, args: argparse.Namespace) -> dict[str, float]:
+def run(
+    folder: Path, ratio: float, args: argparse.Namespace, *, stream: str = "none"
+) -> dict[str, float]:
     """Means over the steps after `--warm`, in seconds, and the engine's busy share."""
-    name = f"alpha_{ratio:g}"
+    name = f"alpha_{ratio:g}_{stream}"
     config = {
         "run": {"dir": f"runs/{name}", "steps": args.steps},
         "model": {"path": "model", "dtype": "float32"},
         "data": {"train": "train.jsonl"},
-        "flow": {"prompts_per_step": args.prompts, "group_size": args.group, "async_ratio": ratio},
+        "flow": {
+            "prompts_per_step": args.prompts,
+            "group_size": args.group,
+            "async_ratio": ratio,
+            "stream": stream,
+        },
         "rollout": {
             "sampling": {"max_tokens": args.max_tokens},
             "reward": {"name": "arithmetic"},
@@ -82,6 +89,8 @@ def run(folder: Path, ratio: float, args: argparse.Namespace) -> dict[str, float
         "engine_busy": statistics.mean(row["engine/busy_share"] for row in rows),
         "tokens_per_step": statistics.mean(row["tokens/trained"] for row in rows),
         "lag": statistics.mean(row["lag/mean"] for row in rows),
+        "length_max": statistics.mean(row["response/length_max"] for row in rows),
+        "parts": statistics.mean(row.get("flow/parts", 1) for row in rows),
     }
 
 

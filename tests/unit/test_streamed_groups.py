@@ -3,6 +3,7 @@ methods that can be streamed, and the refused combinations."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def test_a_method_declares_if_it_reads_other_groups() -> None:
 # Batches
 
 
-@pytest.mark.parametrize("sharing", [None, 0.0])
+@pytest.mark.parametrize("sharing", [None, 0.2])
 @pytest.mark.parametrize("data_parallel", [1, 2, 3])
 def test_a_part_has_the_same_owners_alone_and_in_its_batch(
     data_parallel: int, sharing: float | None
@@ -307,13 +308,17 @@ def test_a_part_obeys_the_staleness_law() -> None:
 
 def test_the_controller_hands_out_groups_as_they_finish() -> None:
     async def body() -> None:
-        engine = FakeEngine(lambda request: 10.0 * (request.group % 3 + 1))
+        engine = FakeEngine(lambda request: 10.2 * (request.group % 3 + 1))
         controller = await begin([engine], flow(3, 0.0, stream="groups"))
         for version in range(2):
             handed: list[Handout] = []
+            started = asyncio.get_running_loop().time()
             while not handed or not handed[-1].batch.complete:
                 handout = await controller.next_batch(version)
                 assert handout is not None
+                # At once, not when the stop file is next looked for.
+                waited = asyncio.get_running_loop().time() - started
+                assert waited == pytest.approx(10.2 * (len(handed) + 1), abs=0.05)
                 handed.append(handout)
                 state = await controller.state()
                 consumed = 3 * (version + handout.batch.complete)
