@@ -228,13 +228,20 @@ def test_failing_rewards_of_a_late_part_cost_nothing_but_themselves(
 ) -> None:
     last = GROUPS + ORDER[-1]
 
+    def fails(engine: LoopEngine) -> None:
+        engine.reward = lambda request: None if request.group == last else 1.0
+
     def prepare(engine: LoopEngine) -> None:
         parts.prepare(engine)
-        engine.reward = lambda request: None if request.group == last else 1.0
+        fails(engine)
 
     run_dir = loop.run(loop.config("failing", *STREAMED), Engines(prepare=prepare))
     require_whole(loop, run_dir)
     assert [row["reward/errors"] for row in lines(run_dir / "metrics.jsonl")] == [0, 2, 0]
+    config = loop.config("failing whole", "flow.async_ratio=0")
+    expected = weights_of(loop.run(config, Engines(prepare=fails)))
+    for name, tensor in weights_of(run_dir).items():
+        np.testing.assert_allclose(tensor, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_a_reward_that_must_not_fail_ends_the_step_before_it_changes_weights(
