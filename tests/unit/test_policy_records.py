@@ -26,6 +26,7 @@ def test_a_batch_without_trainable_tokens_has_no_differences(
     one.schedule = SimpleNamespace(routing=None)
     one.references = SimpleNamespace(begin=lambda version: None)
     one.step = SimpleNamespace(skip=lambda: {"policy/skipped": 1.0})
+    one.streamed = SimpleNamespace(discard=lambda: None)
     one.lag0 = "differences of the batch before"
     one.train_step(empty)
     assert one.lag0 is None
