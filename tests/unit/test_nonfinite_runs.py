@@ -62,7 +62,7 @@ class FakeRank0:
 
     def next_batch(self):
         self.batches -= 1
-        return "batch" if self.batches >= 0 else None
+        return SimpleNamespace(complete=True) if self.batches >= 0 else None
 
     def state(self):
         return {}, {}
