@@ -18,6 +18,7 @@ def stream_conflicts(config: Config) -> Iterator[str]:
         return
     yield from _run(config)
     yield from _steps(config)
+    yield from _state(config)
     yield from _whole_batch(config)
     yield from _denominators(config)
 
@@ -72,6 +73,23 @@ def _steps(config: Config) -> Iterator[str]:
             f"{KEY} reduces gradients once, at the end of a step, and"
             " policy.parallel.overlap_grad_reduce reduces them during each backward pass; remove"
             f" overlap_grad_reduce{OR_NONE}"
+        )
+
+
+def _state(config: Config) -> Iterator[str]:
+    # A stop discards the sums of parts, but not what their passes left in the policy, which a
+    # checkpoint would have: a replay, which runs no discarded part, would make other bits.
+    policy = config.policy
+    if policy.lora is not None and policy.lora.dropout:
+        yield (
+            f"{KEY} may discard parts whose passes drew masks, and policy.lora.dropout:"
+            f" {policy.lora.dropout:g} would then draw others in a replay; set"
+            f" policy.lora.dropout: 0{OR_NONE}"
+        )
+    if policy.fp8 is not None and policy.fp8.recipe == "delayed":
+        yield (
+            f"{KEY} may discard parts whose passes changed the scales of policy.fp8.recipe:"
+            f" delayed; set another recipe{OR_NONE}"
         )
 
 

@@ -103,9 +103,11 @@ def split(
         for own in rows_of_parts(part[trained[rows]]):
             each = rows[own]
             # Balance over the whole batch would leave single steps and parts unbalanced.
-            owner[trained[each]] = _owners(
+            found = _owners(
                 lengths[each], prefixes[each], group[each], data_parallel, whole_groups=whole_groups
             )
+            # Rotated by part: in each, the first ranks get the longest samples and the remainder.
+            owner[trained[each]] = (found + part[trained[each]]) % data_parallel
     return (
         numbers_of(samples, owner, part, shared),
         tuple(tokens_of(samples, np.flatnonzero(owner == rank)) for rank in range(data_parallel)),

@@ -242,6 +242,9 @@ class Policy:
         self.references.begin(batch.version)
         if not samples.loss_mask.any():
             self.streamed.discard()
+            if routing is not None:
+                # Passes of parts that were added have counted choices.
+                routing.end_batch()
             return over_steps([self.step.skip() for _ in range(settings.steps_per_batch)])
 
         started, updates = time.perf_counter(), self.step.updates

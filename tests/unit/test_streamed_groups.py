@@ -25,7 +25,9 @@ from megatron_async_rl.flow.staleness import StalenessViolated
 from megatron_async_rl.flow.step_parts import StepParts
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.pace import staleness_law
+from megatron_async_rl.policy.batch_shares import split
 from megatron_async_rl.policy.streamed_step import ReadsOtherGroups, require_same
+from megatron_async_rl.samples.rank_batch import NOBODY
 from megatron_async_rl.samples.recorded import RecordedBatches
 from megatron_async_rl.simulate.choose import predict_from_run
 from megatron_async_rl.verify.numerics import numerics_overrides
@@ -82,6 +84,8 @@ def test_a_synchronous_run_with_engines_of_its_own_can_be_streamed() -> None:
             "set mode: cheap",
         ),
         ({"policy__parallel__overlap_grad_reduce": True}, "remove overlap_grad_reduce"),
+        ({"policy__lora": {"rank": 4, "dropout": 0.1}}, "set policy.lora.dropout: 0"),
+        ({"policy__fp8": {"recipe": "delayed"}}, "delayed; set another recipe"),
         ({"objective__loss": "m2po"}, "objective.loss: m2po reads all groups"),
         ({"objective__loss": "bapo"}, "objective.loss: bapo reads all groups"),
         ({"objective__advantage": "reinforce_pp"}, "objective.advantage: reinforce_pp reads all"),
@@ -367,3 +371,17 @@ def test_a_simulation_of_a_streamed_run_is_refused(tmp_path: Path) -> None:
     streamed_run = load(write_run(tmp_path), ["flow.async_ratio=0", "flow.stream=groups"])
     with pytest.raises(UserError, match=r"flow\.stream\n.*\n.*add flow\.stream=none"):
         predict_from_run(streamed_run, [], (), 1, 0, Console())
+
+
+def test_parts_are_balanced_over_data_parallel_ranks_together() -> None:
+    groups, ranks = 12, 4
+    alone, complete = streamed(
+        ragged_batch(groups=groups, group_size=2), [(group,) for group in range(groups)]
+    )
+    owner = split(complete, ranks)[0].column("owner").to_numpy()
+    counts = np.bincount(owner[owner != NOBODY], minlength=ranks)
+    # Two samples of a part go to two ranks; one reward failed.
+    assert counts.sum() == 2 * groups - 1
+    assert counts.max() - counts.min() <= 1
+    apart = np.concatenate([split(part, ranks)[0].column("owner").to_numpy() for part in alone])
+    assert apart.tolist() == owner.tolist()
