@@ -72,3 +72,21 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
         file.write(line + "\n")
     with pytest.raises(UserError, match=rf"{FILE}:2(?s:.)*a start of a run"):
         read_starts(tmp_path)
+
+
+def test_a_flipped_bit_of_a_line_is_noticed(tmp_path: Path) -> None:
+    record_start(tmp_path, start(3))
+    file = tmp_path / FILE
+    whole = file.read_bytes()
+    # Without the line's end: a last line without one is a line that a crash cut.
+    for at in range(len(whole) - 1):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"{FILE}:1 *\n"):
+            read_starts(tmp_path)
+
+
+def test_a_line_of_an_earlier_version_has_no_digest(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(start(3).model_dump_json() + "\n")
+    assert read_starts(tmp_path) == [start(3)]

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.flow.starts import DIGEST
 from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.metrics.load_log import LoadLog
 from megatron_async_rl.policy.digested_folder import DIGESTS, StoredFile, described, files_of
@@ -396,6 +397,7 @@ def test_an_edited_line_of_metrics_breaks_the_chain(copied: Path, sound: Scoreca
 def test_a_resume_from_other_weights_breaks_the_chain(copied: Path, sound: Scorecard) -> None:
     file = copied / "starts.jsonl"
     again = json.loads(file.read_text()) | {"step": 8, "weights": "e" * 16}
+    del again[DIGEST]
     file.write_text(file.read_text() + json.dumps(again) + "\n")
     card = verified(copied)
     assert {one.name for one in card.failed} == {"chain of weights"}
@@ -597,6 +599,7 @@ def test_records_that_are_gone_leave_the_others_of_use(copied: Path, sound: Scor
     # A start whose settings are gone, loads of a version without a digest, and no tokenizer.
     file = copied / "starts.jsonl"
     again = json.loads(file.read_text()) | {"step": 8, "weights": f"{8:016x}", "config": "gone"}
+    del again[DIGEST]
     file.write_text(file.read_text() + json.dumps(again) + "\n")
     loads = LoadLog(copied)
     for version in (STEPS + 1, STEPS, STEPS + 2):
