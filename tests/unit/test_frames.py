@@ -123,7 +123,7 @@ def test_a_mark_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None:
         with pytest.raises(SegmentBroken) as broken:
             read_mark(tmp_path)
         assert what in str(broken.value)
-        assert "restore it from a copy, or remove it" in str(broken.value)
+        assert "restore it from a copy, or remove it" in broken.value.fix
 
 
 def test_a_segment_has_both_of_its_files_or_neither(
