@@ -65,9 +65,12 @@ class Gradients:
 
     def square(self, tensors) -> float:
         """The sum of squares over all ranks, each parameter once."""
+        # A rank may have no shard that counts; its 0 has the dtype of the other ranks, too.
         shards = zip(self.last.shards, tensors, strict=True)
         total = sum((each.square().sum() for shard, each in shards if shard.counted), start=0.0)
-        return float(self.last.all_reduce_sum(torch.as_tensor(total).reshape(1))[0])
+        return float(
+            self.last.all_reduce_sum(torch.as_tensor(total, dtype=torch.float64).reshape(1))[0]
+        )
 
 
 def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
