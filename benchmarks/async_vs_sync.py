@@ -50,6 +50,7 @@ def run(
             "sampling": {"max_tokens": args.max_tokens},
             "reward": {"name": "arithmetic"},
             "kv_cache_gib": 0.5,
+            "max_concurrent": args.concurrent,
         },
         "policy": {"optimizer": {"lr": 1e-6}},
         "observe": {"tensorboard": False},
@@ -113,14 +114,21 @@ def pin(pid: int) -> None:
                         os.sched_setaffinity(thread.id, {core})
 
 
-def main() -> None:
+def parser_of_runs(description: str | None, concurrent: int) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that `run` reads, except `max_tokens`."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm", type=int, default=15)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--concurrent", type=int, default=concurrent)
+    return parser
+
+
+def main() -> None:
+    parser = parser_of_runs(__doc__, concurrent=256)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--ratios", type=float, nargs="+", default=[1.0, 2.0])
     args = parser.parse_args()

@@ -5,6 +5,9 @@ For each distribution of lengths, one configuration runs as `async_ratio: 0`, as
 with `stream: groups`, and as `async_ratio: 1`. The trainer rank runs on core 0, the engine's
 processes on core 1. The goal of streamed groups is 0.85 of the asynchronous run.
 
+An engine takes `--concurrent` samples at a time, a quarter of a batch: groups complete one after
+another only if the batch is more than the engine samples at once.
+
 The model is that of the arithmetic example, untrained and with a constant log-odds of the end of a
 response. `equal`: responses never end by themselves, so all have `--length` tokens. `long tail`: a
 response ends after each token with the same probability, on average after `--length` tokens, so the
@@ -13,7 +16,6 @@ longest of a batch is several times as long as the mean.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import runpy
@@ -50,13 +52,7 @@ def write_model(folder: Path, end: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warm", type=int, default=15)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group", type=int, default=8)
+    parser = async_vs_sync.parser_of_runs(__doc__, concurrent=32)
     parser.add_argument("--length", type=int, default=24)
     args = parser.parse_args()
     result: dict[str, object] = {}

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,7 @@ from megatron_async_rl.rollout.environments.transcript import follow_ups
 from megatron_async_rl.rollout.rewards.registry import RewardError
 from megatron_async_rl.rollout.scoring import GroupRewards, require_rewards, reward_fields
 from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.vllm.plugin import serving_engines
 
 STOP_ENGINES_S = 15.0
 """Seconds that the engines get to stop after the evaluation."""
@@ -306,12 +308,14 @@ def run(job: EvalJob, console: Console) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     target = job.target
     with tempfile.TemporaryDirectory(prefix="mar-eval-") as folder:
-        model = job.model
-        if target.checkpoint is not None:
-            _report(console, f"converting {target.checkpoint}")
-            model = Path(folder) / "hf"
-            _convert(target.checkpoint, model, job.timeout_s)
-        result = _sample(job, model, console)
+        model = job.model if target.checkpoint is None else Path(folder) / "hf"
+        specs = _engines(job, model)
+        # Before the conversion: the server imports while the checkpoint is converted.
+        with _imports_of_engines(specs[0], Path(folder)):
+            if target.checkpoint is not None:
+                _report(console, f"converting {target.checkpoint}")
+                _convert(target.checkpoint, model, job.timeout_s)
+            result = _sample(job, specs, console)
     content = _content(job, result)
     # Write before showing: if the terminal is closed, the result must not be lost.
     write_file(job.target.result, json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -341,22 +345,14 @@ def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
         raise EvaluationFailed(f"{checkpoint} cannot be converted: " + "\n".join(output[-6:]))
 
 
-def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
-    from megatron_async_rl.rollout.cluster import join_ray, prepare_environment
-
-    # Call before the import: Ray reads its environment variables when it is imported.
-    prepare_environment(os.environ)
-    import ray
-
-    rollout = job.rollout
-    count = number_of("engine", rollout.engines)
-    _report(console, f"starting {count} on the {'GPU' if job.device == 'cuda' else 'CPU'}")
-    specs = [
+def _engines(job: EvalJob, model: Path) -> list[EngineSpec]:
+    """Return the specifications of the engines that serve the weights in `model`."""
+    return [
         EngineSpec(
             index=index,
             model_path=model,
             dtype=job.dtype,
-            rollout=rollout,
+            rollout=job.rollout,
             seed=job.seed,
             device=job.device,
             # Next to the result, where the user finds the cause of an engine failure.
@@ -364,14 +360,36 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
             evaluations={one.name: one.sampling for one in job.sets},
             chat_template=job.data.chat_template,
             chat_template_options=job.data.chat_template_options,
-            tools=tool_schemas(rollout.environment),
+            tools=tool_schemas(job.rollout.environment),
             first_version=job.target.version,
             # Unused, because no new weights arrive. The default carrier keeps the engines on this
             # machine.
             transport=DEFAULT_CARRIER,
         )
-        for index in range(rollout.engines)
+        for index in range(job.rollout.engines)
     ]
+
+
+def _imports_of_engines(spec: EngineSpec, folder: Path) -> AbstractContextManager[object]:
+    """Return a context in which engines on CPUs are forked from a server that imports what they
+    need; its socket is in `folder`. `spec`: settings of one of them."""
+    # A CUDA context does not survive a fork, and engines of a Ray that already runs inherit
+    # nothing from this process.
+    if spec.device == "cuda" or os.environ.get("RAY_ADDRESS"):
+        return nullcontext()
+    spec.log_dir.mkdir(parents=True, exist_ok=True)
+    return serving_engines(spec, os.environ, folder, spec.log_dir / "preloaded_engines.log")
+
+
+def _sample(job: EvalJob, specs: Sequence[EngineSpec], console: Console) -> EvalResult:
+    from megatron_async_rl.rollout.cluster import join_ray, prepare_environment
+
+    # Call before the import: Ray reads its environment variables when it is imported.
+    prepare_environment(os.environ)
+    import ray
+
+    count = number_of("engine", len(specs))
+    _report(console, f"starting {count} on the {'GPU' if job.device == 'cuda' else 'CPU'}")
     try:
         join_ray(quiet=True)
         with sampling_progress(

@@ -240,8 +240,8 @@ def serving(
     folder: Path,
     log: Path,
 ) -> Iterator[int]:
-    """Run a server of `kind` that imports `module`, and set its address in `environment`. Yields a
-    descriptor: the server ends once no process holds it.
+    """Run a server of `kind` that imports `module`; `environment` has its address while it runs.
+    Yields a descriptor: the server ends once no process holds it.
 
     own: variables of the server in addition to `environment`. folder: folder of its socket. log:
     file for the output of the imports.
@@ -253,7 +253,8 @@ def serving(
         listener.bind(address)
         # From here on requests wait until the imports are done.
         listener.listen(64)
-        environment[f"{VARIABLE}{kind.upper()}"] = address
+        variable = f"{VARIABLE}{kind.upper()}"
+        environment[variable] = address
         numbers = [str(listener.fileno()), str(alive_r)]
         process = subprocess.Popen(
             [sys.executable, "-m", f"{PACKAGE}.watchdog.fork_server", *numbers, module],
@@ -269,6 +270,8 @@ def serving(
     try:
         yield alive_w
     finally:
+        # A later process must not request forks of a server that has ended.
+        del environment[variable]
         os.close(alive_w)
         # The kernel ends its forks with it.
         process.kill()

@@ -3,8 +3,11 @@ it refuses."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -324,16 +327,17 @@ def test_engines_and_rewards_start_and_end_with_the_evaluation(
         ("requests", True, 8, 600.0, "drop"),
         *("closed rewards", "closed engines", "shut down"),
     ]
+    engines = evaluate_module._engines(job, Path("model"))
     for outcome in ("the result", RuntimeError("no engine"), KeyError("x")):
         result[0] = outcome
         calls.clear()
         console = RecordedConsole()
         if isinstance(outcome, str):
-            assert evaluate_module._sample(job, Path("model"), console) == outcome
+            assert evaluate_module._sample(job, engines, console) == outcome
         else:
             kind = EvaluationFailed if isinstance(outcome, RuntimeError) else KeyError
             with pytest.raises(kind):
-                evaluate_module._sample(job, Path("model"), console)
+                evaluate_module._sample(job, engines, console)
         assert calls == expected
         assert console.text == "starting 2 engines on the CPU\n"
     fleet = StandInFleet.made[-1]
@@ -347,3 +351,35 @@ def test_engines_and_rewards_start_and_end_with_the_evaluation(
     assert first.evaluations == {"": job.sets[0].sampling}
     assert first.log_dir == run / "eval_8.logs"
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0", "before Ray is imported"
+
+
+@pytest.mark.parametrize(
+    ("device", "ray", "imported"), [("cpu", "", True), ("cuda", "", False), ("cpu", "auto", False)]
+)
+def test_engines_import_while_a_checkpoint_is_converted_unless_they_cannot_be_forked(
+    run: Path, monkeypatch: pytest.MonkeyPatch, device: str, ray: str, imported: bool
+) -> None:
+    job = replace(resolved(run / "checkpoint"), device=device)
+    happened: list[Any] = []
+
+    @contextlib.contextmanager
+    def serving(spec: Any, environment: Any, folder: Path, log: Path) -> Iterator[None]:
+        assert spec.model_path == folder / "hf"
+        assert environment is os.environ
+        assert log == run / "eval_8.logs" / "preloaded_engines.log"
+        assert log.parent.is_dir()
+        happened.append("imports")
+        yield
+
+    def sampled(*_: Any) -> Any:
+        happened.append("samples")
+        raise KeyError
+
+    monkeypatch.setattr(evaluate_module, "serving_engines", serving)
+    monkeypatch.setattr(evaluate_module, "_convert", lambda *_: happened.append("converted"))
+    monkeypatch.setattr(evaluate_module, "_sample", sampled)
+    monkeypatch.setenv("RAY_ADDRESS", ray)
+    with contextlib.suppress(KeyError):
+        evaluate_module.run(job, RecordedConsole())
+    expected = ["imports", "converted", "samples"] if imported else ["converted", "samples"]
+    assert happened == expected

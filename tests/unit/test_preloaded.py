@@ -206,6 +206,7 @@ def test_without_a_server_the_interpreter_starts(
         with preloaded.serving("engines", "not_there", environment, {}, tmp_path, log):
             monkeypatch.setenv(f"{preloaded.VARIABLE}ENGINES", str(tmp_path / "preloaded-engines"))
             assert told(code) == (0, "False\n")
+        assert f"{preloaded.VARIABLE}ENGINES" not in environment, "the server has ended"
         return
     monkeypatch.setenv(f"{preloaded.VARIABLE}ENGINES", str(tmp_path / "none"))
     assert told(code) == (0, "False\n")

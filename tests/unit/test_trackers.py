@@ -200,8 +200,10 @@ def test_a_tracker_that_does_not_close_delays_the_end_by_a_limit_only(monkeypatc
 def test_a_full_disk_under_tensorboard_does_not_affect_the_run(run_dir, capsys):
     log = MetricsLog(run_dir, tensorboard=True, first_step=1)
     (events,) = (run_dir / "tensorboard").iterdir()
-    events.unlink()
-    events.symlink_to("/dev/full")
+    # In one call: TensorBoard's thread may write, and then create a file that is missing.
+    full = run_dir / "full"
+    full.symlink_to("/dev/full")
+    full.replace(events)
     for step in range(1, 6):
         log.log(step, {"reward/mean": 0.5})
     log.close()
