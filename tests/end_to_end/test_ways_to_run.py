@@ -119,6 +119,7 @@ def test_a_colocated_engine_loads_what_is_lent_while_the_policy_publishes(exact:
     assert all(within)
 
 
+@thorough
 def test_a_window_with_over_sampling_balances_its_counts_within_the_bound(window: Ended) -> None:
     last = window.rows[-1]
     assert last["flow/consumed"] == 4 * last["step"]
@@ -129,6 +130,7 @@ def test_a_window_with_over_sampling_balances_its_counts_within_the_bound(window
     assert max(row["lag/start_max"] for row in window.rows) <= 2
 
 
+@thorough
 def test_a_continued_response_keeps_the_versions_of_its_beginning(
     workspace: Workspace, window: Ended
 ) -> None:
@@ -144,9 +146,8 @@ def test_replay_trains_on_stored_responses_of_any_age(replay: Ended) -> None:
     assert all(row["flow/consumed"] == 4 * row["step"] for row in replay.rows)
 
 
-@pytest.mark.parametrize(
-    ("way", "name"), [("window", "controller"), pytest.param("exact", "rank 0", marks=thorough)]
-)
+@thorough
+@pytest.mark.parametrize(("way", "name"), [("window", "controller"), ("exact", "rank 0")])
 def test_a_stopped_process_ends_the_run_and_is_named(
     runs: dict[str, Future[Ended]], way: str, name: str
 ) -> None:

@@ -4,7 +4,7 @@ of it is killed, stopped or broken.
 
     exact    colocated, its weights shared; its launcher is killed; in `make test-all` it is started
              again, and then its rank is stopped
-    window   from a converted model, with two ranks; its controller is stopped
+    window   in `make test-all`: from a converted model, with two ranks; its controller is stopped
     replay   in `make test-all`: its reward no longer returns, which by the config ends the run
 """
 
@@ -73,7 +73,6 @@ WAYS: dict[str, dict[str, Any]] = chosen(
         },
     },
     "exact",
-    "window",
 )
 
 

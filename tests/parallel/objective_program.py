@@ -90,6 +90,10 @@ ANOMALOUS = (*SKIPPING, "data_distributed_optimizer", "expert_replicated_optimiz
 """Layouts that trace one."""
 
 
+UNTIED = chosen(LAYOUTS, "single", "sequence", "virtual_pipeline")
+"""Layouts that measure the gradient of an output layer of its own, too."""
+
+
 class Recorder:
     """Keeps what the objective of a policy decided about each optimizer step."""
 
@@ -217,7 +221,7 @@ def models_of(layout: str) -> tuple[str, ...]:
     like any parameter, so one dimension at a time shows it."""
     if layout.startswith(("mixture", "expert")):
         return ("mixture",)
-    return ("tied", "untied") if layout in LAYOUTS else ("tied",)
+    return ("tied", "untied") if layout in UNTIED else ("tied",)
 
 
 def objectives_of(layout: str) -> dict[str, ObjectiveConfig]:

@@ -4,7 +4,7 @@ one rank."""
 import pytest
 
 from tests.parallel import layouts
-from tests.parallel.displacement_program import ADDED
+from tests.parallel.displacement_program import ADDED, runs_of
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
 
 pytestmark = pytest.mark.parallel
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.parallel
 OFFERED = layouts.OFFERED["displacement_program"]
 LAYOUTS = list(OFFERED)
 OTHERS = [name for name in LAYOUTS if name not in ("single", "mixture_single")]
-RUNS = ("zero", "threshold", "idle", "spared")
+RUNS = runs_of(1)
 
 
 def results(layout):
@@ -23,8 +23,10 @@ def alone(layout):
     return results("mixture_single" if layout in layouts.MIXTURE_LAYOUTS else "single")
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("layout", OTHERS)
+@pytest.mark.parametrize(
+    ("layout", "run"),
+    [(name, run) for name in OTHERS for run in runs_of(OFFERED[name]["ranks"])],
+)
 def test_metrics_and_weights_are_those_of_one_process(layout, run):
     found, expected = results(layout)[run], alone(layout)[run]
     # Four steps in, the largest difference of log-probs has the rounding of as many.

@@ -25,10 +25,8 @@ LAYOUTS = chosen(
     },
     "data_distributed",
     "data_replicated",
-    "data_virtual_pipeline",
-    "expert_replicas",
 )
-"""The gate leaves out stages of one chunk: those of two have both ends, too."""
+"""The gate leaves out pairs of dimensions, which take four ranks."""
 
 
 @functools.cache

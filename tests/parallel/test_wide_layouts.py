@@ -29,7 +29,8 @@ def layouts_of(width: int) -> dict[str, dict[str, Any]]:
     """Each kind of parallelism at this width.
 
     Three shards already have an order of reduction and a stage in the middle, so the gate tries
-    each kind with three: `sequence` cuts what `tensor` cuts, and more. With four it tries the kind
+    the model's matrices, its layers and the samples with three: `sequence` cuts what `tensor` cuts,
+    and more. With four it tries the kind
     whose shards need not end where parameters do.
     """
     layouts = {
@@ -42,7 +43,7 @@ def layouts_of(width: int) -> dict[str, dict[str, Any]]:
         "expert": {"ranks": width, "expert": width},
         "expert_replicated": {"ranks": width, "expert": width, "distributed_optimizer": False},
     }
-    in_gate = {3: ("sequence", "pipeline", "context", "data", "expert"), 4: ("data",)}
+    in_gate = {3: ("sequence", "pipeline", "data"), 4: ("data",)}
     return chosen(layouts, *in_gate[width])
 
 

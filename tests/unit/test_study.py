@@ -24,6 +24,7 @@ from megatron_async_rl.config.yaml_tree import parse_value
 from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.study import study
 from megatron_async_rl.watchdog.events import read_status
+from tests.thorough import thorough
 from tests.written_run import write_run
 
 STAND_IN = """
@@ -131,6 +132,7 @@ def started(grid: Path) -> list[str]:
     return names
 
 
+@thorough
 @pytest.mark.usefixtures("stand_in")
 def test_a_supervised_run_is_shown_with_its_losses(tmp_path: Path) -> None:
     code, screen = run_study(write_grid(tmp_path, (1, 11)), "s0-*")
@@ -241,6 +243,7 @@ def test_a_failure_is_counted_and_kept_and_stops_no_other_run(
     assert sorted(started(grid)) == ["s0-seed7", "s0-seed8"]
 
 
+@thorough
 def test_a_directory_with_other_settings_is_refused_by_name(tmp_path: Path, stand_in: Path) -> None:
     assert run_study(write_grid(tmp_path), "fresh")[0] == 0
     changed = yaml.safe_load((tmp_path / "config.yaml").read_text())
@@ -301,6 +304,7 @@ def test_a_study_that_fails_ends_its_runs(
         process.kill()
 
 
+@thorough
 def test_an_unreadable_line_does_not_end_a_study(tmp_path: Path, stand_in: Path) -> None:
     grid = write_grid(tmp_path, seeds=(6, 1))
     code, screen = run_study(grid, "fresh")
@@ -308,6 +312,7 @@ def test_an_unreadable_line_does_not_end_a_study(tmp_path: Path, stand_in: Path)
     assert (code, "2 finished" in screen) == (0, True)
 
 
+@thorough
 def test_a_run_with_an_unreadable_status_has_failed(tmp_path: Path, stand_in: Path) -> None:
     program = 'import sys\nfrom pathlib import Path\nstatus = Path("{}")\nstatus.write_text("{{")\n'
     stand_in.write_text(program.format(tmp_path / "study" / "s0-seed1" / "status.json"))
@@ -316,6 +321,7 @@ def test_a_run_with_an_unreadable_status_has_failed(tmp_path: Path, stand_in: Pa
     assert "is not a run's status" in screen
 
 
+@thorough
 def test_only_one_study_at_a_time_uses_a_runs_folder(tmp_path: Path, stand_in: Path) -> None:
     grid = write_grid(tmp_path)
     with (
@@ -343,12 +349,14 @@ def test_runs_of_a_killed_study_keep_its_folder_locked(tmp_path: Path, stand_in:
         one.process.wait()
 
 
+@thorough
 def test_a_finished_run_is_finished_with_any_exit_code(tmp_path: Path, stand_in: Path) -> None:
     code, screen = run_study(write_grid(tmp_path, seeds=(4,)), "fresh")
     assert (code, "1 finished" in screen) == (0, True)
     assert "ended with code 3" in screen
 
 
+@thorough
 def test_a_run_that_failed_before_its_first_step_starts_again(
     tmp_path: Path, stand_in: Path
 ) -> None:
@@ -430,6 +438,7 @@ def test_text_of_a_grid_reaches_the_run_as_written(tmp_path: Path) -> None:
     assert refused.value.problems[0].where == f"{grid}:4"
 
 
+@thorough
 def test_a_terminal_shows_a_table_of_the_active_runs(tmp_path: Path, stand_in: Path) -> None:
     grid = write_grid(tmp_path)
     with open(tmp_path / "screen", "w+") as screen:

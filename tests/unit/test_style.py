@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.thorough import thorough
+
 FILE = Path(__file__).parents[2] / "lint" / "style.py"
 
 
@@ -24,6 +26,7 @@ def style() -> Iterator[Any]:
     gc.enable()
 
 
+@thorough  # `make lint` checks the same
 def test_the_repository_follows_the_rules_of_style(style: Any) -> None:
     assert style.check() == []
 
