@@ -134,7 +134,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     if hasattr(config, "workerinput"):
-        files = list(dict.fromkeys(map(file_of, items)))
+        place = {path: n for n, path in enumerate(config.getini("testpaths"))}
+        # The same order on every worker, which collects in its own (`collect_in_another_order`).
+        files = sorted(
+            set(map(file_of, items)),
+            key=lambda file: (place.get(str(Path(file).parent), len(place)), file),
+        )
         scopes = {file: scope_of(file) for file in files}
         places = {file: n for n, file in enumerate(longest_first(files, scopes, stored()))}
         items.sort(key=lambda item: places[file_of(item)])
