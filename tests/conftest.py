@@ -109,20 +109,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    collect_in_another_order(config)
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
 
 
-def collect_in_another_order(config: pytest.Config) -> None:
-    """Let every other worker collect all files from the last to the first.
+class Backwards(pytest.Dir):
+    """A folder whose files are collected from the last to the first."""
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        return [*super().collect()][::-1]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir | None:
+    """Let every other worker collect files backwards.
 
     Each worker imports all files. The first to import a module in a fresh checkout compiles it for
     all workers, and workers with the same order would compile each module at the same moment."""
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    if number % 2 and config.args == config.getini("testpaths"):
-        files = [sorted((config.rootpath / name).glob("test_*.py")) for name in config.args]
-        config.args = [str(file) for one in reversed(files) for file in reversed(one)]
+    if number % 2 == 0:
+        return None
+    backwards: pytest.Dir = Backwards.from_parent(parent, path=path)
+    return backwards
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -135,7 +142,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     if hasattr(config, "workerinput"):
         place = {path: n for n, path in enumerate(config.getini("testpaths"))}
-        # The same order on every worker, which collects in its own (`collect_in_another_order`).
+        # The same order on every worker, which collects in its own (`Backwards`).
         files = sorted(
             set(map(file_of, items)),
             key=lambda file: (place.get(str(Path(file).parent), len(place)), file),

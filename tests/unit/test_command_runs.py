@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,10 +95,12 @@ def test_an_evaluation_converts_samples_writes_and_then_shows(
     settings = {"samples_per_prompt": 3, "pass_reward": 1.5, "temperature": 0.5, "max_tokens": 7}
     monkeypatch.setattr(evaluate, "_convert", lambda *given: done.append(given))
     numbers: dict[str, Any] = {"mean": 0.5}
+    monkeypatch.setattr(evaluate, "_engines", lambda job, model: [model])
+    monkeypatch.setattr(evaluate, "_imports_of_engines", lambda spec, folder: nullcontext())
     monkeypatch.setattr(
         evaluate,
         "_sample",
-        lambda job, model, console: done.append(model) or SimpleNamespace(as_json=numbers.copy),
+        lambda job, specs, console: done.append(*specs) or SimpleNamespace(as_json=numbers.copy),
     )
     monkeypatch.setattr(
         evaluate,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import pytest_collect_directory
 from tests.durations import LEAST_S, Recorder, longest_first, stored
 
 FILES = [f"tests/{name}.py" for name in ("unit/a", "unit/b", "unit/c", "gpu/d", "gpu/e")]
@@ -46,3 +48,21 @@ def test_the_seconds_of_all_phases_of_a_file_are_written_once_all_tests_passed(t
 
 def test_the_stored_record_holds_seconds_of_test_files():
     assert all(file.startswith("tests/") and s >= LEAST_S for file, s in stored().items())
+
+
+@pytest.mark.parametrize(("worker", "backwards"), [("gw0", False), ("gw1", True)])
+def test_every_other_worker_collects_files_backwards(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    worker: str,
+    backwards: bool,
+) -> None:
+    for name in ("test_a.py", "test_b.py", "program.py"):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+    made = pytest_collect_directory(tmp_path, request.session)
+    folder = made or pytest.Dir.from_parent(request.session, path=tmp_path)
+    assert (made is not None) == backwards
+    names = [one.name for one in folder.collect()]
+    assert names == (["test_b.py", "test_a.py"] if backwards else ["test_a.py", "test_b.py"])
