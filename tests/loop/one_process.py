@@ -6,6 +6,7 @@ missing.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -281,6 +282,10 @@ class OneProcess:
                     rank.close()
         finally:
             layout.shutdown()
+            del rank, layout
+            # The policy is garbage in cycles, and keeps its process groups, whose threads poll. The
+            # threads of a hundred runs would slow down all later tests.
+            gc.collect()
         return config.run.dir
 
     # Functions of Ray, and of deadlines for it, that `batches` calls
