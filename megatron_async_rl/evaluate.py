@@ -66,6 +66,7 @@ from megatron_async_rl.rollout.rewards.registry import RewardError
 from megatron_async_rl.rollout.scoring import GroupRewards, require_rewards, reward_fields
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm.plugin import serving_engines
+from megatron_async_rl.watchdog.run_folder import use_run_folder
 
 STOP_ENGINES_S = 15.0
 """Seconds that the engines get to stop after the evaluation."""
@@ -311,7 +312,7 @@ def run(job: EvalJob, console: Console) -> None:
         model = job.model if target.checkpoint is None else Path(folder) / "hf"
         specs = _engines(job, model)
         # Before the conversion: the server imports while the checkpoint is converted.
-        with _imports_of_engines(specs[0], Path(folder)):
+        with _imports_of_engines(specs[0]):
             if target.checkpoint is not None:
                 _report(console, f"converting {target.checkpoint}")
                 _convert(target.checkpoint, model, job.timeout_s)
@@ -370,13 +371,15 @@ def _engines(job: EvalJob, model: Path) -> list[EngineSpec]:
     ]
 
 
-def _imports_of_engines(spec: EngineSpec, folder: Path) -> AbstractContextManager[object]:
+def _imports_of_engines(spec: EngineSpec) -> AbstractContextManager[object]:
     """Return a context in which engines on CPUs are forked from a server that imports what they
-    need; its socket is in `folder`. `spec`: settings of one of them."""
-    # A CUDA context does not survive a fork, and engines of a Ray that already runs inherit
-    # nothing from this process.
+    need. `spec`: settings of one of them."""
+    # CUDA does not survive a fork, and engines of a Ray that already runs inherit nothing.
     if spec.device == "cuda" or os.environ.get("RAY_ADDRESS"):
         return nullcontext()
+    # TMPDIR may be too long for the path of a socket; that of the run folder is not.
+    use_run_folder()
+    folder = Path(tempfile.mkdtemp(prefix="engines-"))
     spec.log_dir.mkdir(parents=True, exist_ok=True)
     return serving_engines(spec, os.environ, folder, spec.log_dir / "preloaded_engines.log")
 

@@ -271,7 +271,7 @@ def serving(
         yield alive_w
     finally:
         # A later process must not request forks of a server that has ended.
-        del environment[variable]
+        environment.pop(variable, None)
         os.close(alive_w)
         # The kernel ends its forks with it.
         process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,13 @@ def responses(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def again(workspace: Workspace, run: Path, responses: Path) -> dict[str, Any]:
-    """Result of `mar eval` on the run's last checkpoint."""
-    code, output = workspace.mar("eval", str(run / "checkpoint"), "--responses", str(responses))
+def again(
+    workspace: Workspace, interrupted: dict[str, object], run: Path, responses: Path
+) -> dict[str, Any]:
+    """Result of `mar eval` on the run's last checkpoint, with a TMPDIR longer than the path of a
+    socket may be."""
+    here = replace(workspace, environment={"TMPDIR": str(interrupted["long"])})
+    code, output = here.mar("eval", str(run / "checkpoint"), "--responses", str(responses))
     assert code == 0, output
     assert f"sampled {PROMPTS} of {PROMPTS} prompts" in output
     result: dict[str, Any] = json.loads((run / f"eval_{STEPS}.json").read_text())

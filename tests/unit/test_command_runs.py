@@ -96,7 +96,7 @@ def test_an_evaluation_converts_samples_writes_and_then_shows(
     monkeypatch.setattr(evaluate, "_convert", lambda *given: done.append(given))
     numbers: dict[str, Any] = {"mean": 0.5}
     monkeypatch.setattr(evaluate, "_engines", lambda job, model: [model])
-    monkeypatch.setattr(evaluate, "_imports_of_engines", lambda spec, folder: nullcontext())
+    monkeypatch.setattr(evaluate, "_imports_of_engines", lambda spec: nullcontext())
     monkeypatch.setattr(
         evaluate,
         "_sample",

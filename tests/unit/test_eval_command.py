@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -364,7 +366,8 @@ def test_engines_import_while_a_checkpoint_is_converted_unless_they_cannot_be_fo
 
     @contextlib.contextmanager
     def serving(spec: Any, environment: Any, folder: Path, log: Path) -> Iterator[None]:
-        assert spec.model_path == folder / "hf"
+        assert spec.model_path.name == "hf"
+        assert folder.parent == run, "the run folder, whose path is short"
         assert environment is os.environ
         assert log == run / "eval_8.logs" / "preloaded_engines.log"
         assert log.parent.is_dir()
@@ -376,6 +379,9 @@ def test_engines_import_while_a_checkpoint_is_converted_unless_they_cannot_be_fo
         raise KeyError
 
     monkeypatch.setattr(evaluate_module, "serving_engines", serving)
+    # Python reads TMPDIR once.
+    use = partial(monkeypatch.setattr, tempfile, "tempdir", str(run))
+    monkeypatch.setattr(evaluate_module, "use_run_folder", use)
     monkeypatch.setattr(evaluate_module, "_convert", lambda *_: happened.append("converted"))
     monkeypatch.setattr(evaluate_module, "_sample", sampled)
     monkeypatch.setenv("RAY_ADDRESS", ray)
