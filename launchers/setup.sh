@@ -26,7 +26,7 @@ find_python() {
 setup: no Python 3.12 with venv and ensurepip found: looked for python3.12, python3 and python on PATH, and in pyenv's folder.
 Megatron-Core 0.19 needs it. Install it, and try again:
   apt install python3.12 python3.12-venv               Ubuntu 24.04
-  pyenv install 3.12    or    uv python install 3.12   elsewhere, without root
+  uv python install 3.12                               elsewhere, without root
 or say where it is: make setup PYTHON=/path/to/python3.12
 MESSAGE
   return 1
