@@ -117,6 +117,7 @@ def checked_launch(
     from megatron_async_rl.plan.nodes import cluster_problems, occupied_gpus, query_cluster
     from megatron_async_rl.plan.preflight import preflight
     from megatron_async_rl.plan.resume import conflicts, differences
+    from megatron_async_rl.plan.totals import free_disk_problems
 
     # Node 0 alone looks at what the directory holds: only that process writes there.
     refused = conflicts(loaded) if nodes.rank == 0 else []
@@ -130,9 +131,11 @@ def checked_launch(
     plan = preflight(loaded, all_data=True, machine=machine)
     # What its checkpoint was made with can differ, too: the same key, reported once.
     reported = {one.key for one in refused}
-    # Not of `mar plan`: other programs may have ended by the time of the run.
+    # Not of `mar plan`: by the time of the run, programs may have ended and files may be gone.
     crowded = free_memory_problems(loaded, machine, plan.device, plan.hosts, nodes.rank)
-    problems = [*refused, *(one for one in plan.problems if one.key not in reported), *crowded]
+    full = free_disk_problems(loaded, plan.totals) if nodes.rank == 0 else []
+    planned = [one for one in plan.problems if one.key not in reported]
+    problems = [*refused, *planned, *crowded, *full]
     if problems:
         raise ConfigError(f"{config}: cannot run", problems)
     # Last, as it may wait for GPUs of a run that has just ended.

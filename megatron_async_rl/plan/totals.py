@@ -8,6 +8,7 @@ estimate of a step.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from megatron_async_rl.plan.machine import GIB, MIB, Machine, size
 from megatron_async_rl.plan.memory import saved_bytes, trained_parameters
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.plan.sharing import GroupTokens, longest_group
+from megatron_async_rl.policy.checkpoint_folder import steps
 
 HOUR_S = 3600.0
 
@@ -110,16 +112,16 @@ def totals(
     batch: Batch,
     sources: Sequence[TrainingSource],
 ) -> Totals:
-    steps, rollout = config.run.steps, config.rollout
+    count, rollout = config.run.steps, config.rollout
     segments = rollout.max_segments if rollout is not None else 1
-    samples = steps * batch.samples
+    samples = count * batch.samples
     parameters = trained_parameters(config, shape)
     adapter = parameters if config.policy.lora is not None else 0
     return Totals(
-        steps=steps,
+        steps=count,
         gpus=len(machine.gpus) * (machine.nodes + machine.engine_nodes) if device == "cuda" else 0,
         used=gpus_used(config, machine) if device == "cuda" else 0,
-        prompts=steps * config.flow.prompts_per_step,
+        prompts=count * config.flow.prompts_per_step,
         # Half of max_tokens per response; the true mean is unknown before the run.
         sampled=samples * segments * batch.response if rollout is not None else 0,
         trained=samples * segments * (batch.prompt + batch.response) * config.objective.epochs,
@@ -132,10 +134,41 @@ def totals(
     )
 
 
+def free_disk_problems(config: Config, sums: Totals | None) -> list[Problem]:
+    """Return the problem that the file system of run.dir has too little free space for checkpoints
+    and the exported model; or none. The samples' log, whose size is an upper limit, does not count,
+    and neither do checkpoints that exist."""
+    folder = config.run.dir
+    if sums is None:
+        return []
+    existing = len(steps(folder / "checkpoint"))
+    # A new checkpoint is complete before the oldest is removed, so one more always needs space.
+    missing = max(1, sums.checkpoints - existing)
+    export = 0 if (folder / "hf").is_dir() else sums.export
+    needed = missing * sums.checkpoint + export
+    here = next(path for path in (folder, *folder.parents) if path.exists())
+    disk = shutil.disk_usage(here)
+    # Some network file systems do not report their size.
+    if not disk.total or needed <= disk.free:
+        return []
+    fixes = ["free space there", "set run.dir to a folder on a larger disk"]
+    if sums.checkpoints > 2:
+        fixes.insert(1, "set checkpoint.keep: 1")
+    return [
+        Problem(
+            key="run.dir",
+            what=f"{_bytes(needed)} are needed for {number_of('more checkpoint', missing)}"
+            f"{' and the exported model' if export else ''}, and the disk of {folder} has"
+            f" {_bytes(disk.free)} free",
+            fix=f"{', '.join(fixes[:-1])}, or {fixes[-1]}",
+        )
+    ]
+
+
 def checkpoints_at_once(config: Config) -> int:
     """Return the largest number of checkpoints that exist at a time."""
-    every, steps = config.checkpoint.every, config.run.steps
-    saved = math.ceil(steps / every) if every else 1
+    every = config.checkpoint.every
+    saved = math.ceil(config.run.steps / every) if every else 1
     # The new one is complete before the oldest is removed.
     return min(saved, config.checkpoint.keep + 1)
 

@@ -24,7 +24,7 @@ from megatron_async_rl.config.problem import ConfigError, Problem, UserError
 from megatron_async_rl.evaluate import EvaluationFailed
 from megatron_async_rl.launch import launcher, rendezvous
 from megatron_async_rl.launch.addresses import NodesError
-from megatron_async_rl.plan import host, machine, nodes, preflight, resume
+from megatron_async_rl.plan import host, machine, nodes, preflight, resume, totals
 from megatron_async_rl.plan.machine import GIB, Machine
 from megatron_async_rl.plan.nodes import ClusterReport, NodeReport
 from tests.stored_pages import RecordedConsole
@@ -203,7 +203,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def started(rank: int = 0, engine_nodes: int = 0, **results: Any) -> tuple[Any, str, list[str]]:
         calls: list[str] = []
-        plan = SimpleNamespace(device="cpu", hosts=(), problems=(), warnings=("slow",))
+        plan = SimpleNamespace(
+            device="cpu", hosts=(), problems=(), warnings=("slow",), totals="totals"
+        )
         plan.problems = results.pop("planned", ())
         defaults = {
             "conflicts": (resume, []),
@@ -211,6 +213,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "already_finished": (launcher, False),
             "preflight": (preflight, plan),
             "free_memory_problems": (host, []),
+            "free_disk_problems": (totals, []),
             "occupied_gpus": (nodes, []),
             "query_cluster": (nodes, ClusterReport()),
             "cluster_problems": (nodes, []),
@@ -248,7 +251,14 @@ def problem(key: str) -> Problem:
     return Problem(key=key, what="w", fix="f")
 
 
-CHECKS = ["conflicts", "finished_before", "preflight", "free_memory_problems", "occupied_gpus"]
+CHECKS = [
+    "conflicts",
+    "finished_before",
+    "preflight",
+    "free_memory_problems",
+    "free_disk_problems",
+    "occupied_gpus",
+]
 
 
 def test_a_start_checks_in_order_and_prints_what_it_found(start: Any) -> None:
@@ -266,8 +276,10 @@ def test_a_start_checks_in_order_and_prints_what_it_found(start: Any) -> None:
 def test_a_start_is_refused_with_each_key_once(start: Any) -> None:
     one, other = problem("a"), problem("b")
     code, _, calls = start(conflicts=[one], planned=[one, other], finished_before=True)
-    assert (code, calls) == (["a", "b"], ["conflicts", *CHECKS[2:4]])
+    assert (code, calls) == (["a", "b"], ["conflicts", *CHECKS[2:5]])
     assert start(free_memory_problems=[other])[0] == ["b"]
+    assert start(free_disk_problems=[one])[0] == ["a"]
+    assert start(rank=1, free_disk_problems=[one])[0] == 7
     assert start(occupied_gpus=[one], cluster_problems=[other])[0] == ["a", "b"]
     assert start(cluster_problems=[other])[0] == ["b"]
 
