@@ -39,7 +39,17 @@ from megatron_async_rl.watchdog.host_memory import largest_processes
 
 KEY = "host memory"
 PROCESS_BYTES = GIB
-"""Estimated memory of a process without its tensors: Python, torch and other libraries."""
+"""Estimated memory of a process on a GPU without its tensors: Python, CUDA and other libraries."""
+RANK_BYTES = GIB // 2
+"""The same of a rank on a CPU, which shares libraries with the server from which it is forked."""
+ENGINE_BYTES = GIB
+"""The same of an engine's process on a CPU, with vLLM's working memory."""
+LAUNCHER_BYTES = GIB
+"""Estimated memory of the launcher, of torchrun and of the servers that fork ranks and engines."""
+CHAT_BYTES = GIB // 2
+"""Estimated memory of transformers and torch in the launcher, which applies a chat template."""
+CONTROLLER_BYTES = 3 * GIB // 4
+"""Estimated memory of the controller, of one engine's actor, of rewards and of Ray."""
 PARTS_NAMED = 4
 
 
@@ -143,7 +153,11 @@ def _of_ranks(
     yield HostPart("reference, proximal and past weights", sum(one.held for one in here))
     yield HostPart("offloaded moments and gradients", sum(one.offloaded for one in here))
     yield HostPart("copies for asynchronous checkpoints", sum(one.staged for one in here))
-    yield HostPart("processes of ranks", share * PROCESS_BYTES, certain=False)
+    each = RANK_BYTES if device == "cpu" else PROCESS_BYTES
+    yield HostPart("processes of ranks", share * each, certain=False)
+    if node == 0:
+        launcher = LAUNCHER_BYTES + (CHAT_BYTES if config.data.as_chat else 0)
+        yield HostPart("launcher", launcher, certain=False)
 
 
 def _of_engines(
@@ -158,10 +172,15 @@ def _of_engines(
         yield HostPart("engines' weights", count * engine.weights)
         # vLLM reserves the cache, but the kernel allocates its pages only as it fills.
         yield HostPart("engines' key-value caches", count * (engine.cache or 0), certain=False)
-    # The Ray actor, vLLM's engine core, and its workers if there are several.
-    processes = 2 + (rollout.workers if rollout.workers > 1 else 0)
-    size = count * PROCESS_BYTES * (processes if device == "cuda" else 1)
+    several = rollout.workers if rollout.workers > 1 else 0
+    if device == "cuda":
+        # The Ray actor, vLLM's engine core, and its workers.
+        size = count * PROCESS_BYTES * (2 + several)
+    else:
+        size = count * ENGINE_BYTES * max(1, several)
     yield HostPart("processes of engines", size, certain=False)
+    if node == 0:
+        yield HostPart("controller, rewards and Ray", CONTROLLER_BYTES, certain=False)
 
 
 def engines_on(config: Config, machine: Machine, device: Device, node: int) -> int:

@@ -303,6 +303,7 @@ def test_engines_of_several_workers_bind_no_threads_and_record_by_request(
         "TORCHDYNAMO_DISABLE": "1",
         "KMP_BLOCKTIME": "1",
         "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_ARENA_MAX": "2",
         "MALLOC_TRIM_THRESHOLD_": "2147483647",
     }
     assert variables() == common | on_cpu

@@ -109,6 +109,9 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             # memory as the previous one freed, and allocating new memory takes several times as
             # long as the copy into it.
             "MALLOC_MMAP_MAX_": "0",
+            # Each thread reuses only what was freed in its own arena. With two arenas, the engine
+            # of SmolLM2-135M had 2.3 GiB after five steps, and with the default 3.0 to 6.6 GiB.
+            "MALLOC_ARENA_MAX": "2",
             "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
         }
         # Binding threads to cores would need a NUMA node for each worker.
