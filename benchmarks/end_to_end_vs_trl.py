@@ -10,7 +10,7 @@ the others, and answers that nothing can hit. Every reward is 0, so neither side
 stay geometric with mean 16 on both (response limit 128).
 
 `--real`: SmolLM2-135M-Instruct (examples/smollm2/prepare.py) on sums of reasoning-gym, chat prompts
-of about 55 tokens, again with answers that nothing can hit; one trainer rank and one engine.
+of 37 tokens on average, again with answers that nothing can hit; one trainer rank and one engine.
 
 `gflops` is 8 operations per parameter and token (2 to sample, 6 to train), of the tokens that a
 side has to compute: each prompt once per group, and all responses. `peak` is the rate of matrix
