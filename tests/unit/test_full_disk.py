@@ -69,7 +69,8 @@ def test_a_failure_names_the_checkpoint_from_which_the_same_command_resumes(
 def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load(write_run(tmp_path), ["run.steps=40", "checkpoint.every=10", "checkpoint.keep=2"])
+    settings = ["run.steps=40", "checkpoint.every=10", "checkpoint.keep=2"]
+    config = load(write_run(tmp_path), [*settings, f"run.dir={tmp_path}/runs/new"])
     machine = Machine(cores=2, memory=64 * GIB, shared_memory=8 * GIB, gpus=())
     sums = preflight(config, all_data=False, machine=machine).totals
     assert sums is not None
@@ -92,7 +93,7 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused_before_it_sta
     assert refused.endswith(
         "free space there, set checkpoint.keep: 1, or set run.dir to a folder on a larger disk"
     )
-    # The folder does not exist yet.
+    # Neither the folder nor its parent exists yet.
     assert set(asked) == {tmp_path}
     assert problems(0, total=0) == [], "the file system does not report its size"
     for step in (10, 20, 30):
