@@ -1,5 +1,5 @@
 """Sums over a batch and over a whole run: samples, micro-batches, time, GPU-hours, tokens, epochs
-and bytes on disk; and problems of samples and batches that do not fit.
+and bytes on disk; and problems of samples, batches and checkpoints that do not fit.
 
 The mean length of a response is assumed to be half of rollout.sampling.max_tokens, as in the
 estimate of a step.
