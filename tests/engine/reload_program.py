@@ -111,6 +111,8 @@ def run(
             enforce_eager=True,
             max_model_len=64,
             kv_cache_memory_bytes=2**26,
+            # Tests may share the GPU with one another and with other programs.
+            **({"gpu_memory_utilization": 0.05} if torch.cuda.is_available() else {}),
             max_logprobs=-1,
             enable_prefix_caching=False,
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
