@@ -72,7 +72,7 @@ def draw_curves(
     rest: Sequence[int],
     path: Path,
 ) -> None:
-    figure, panels = _figure(("Held-out accuracy", "Cosine of consecutive gradients"))
+    figure, panels = make_figure(("Held-out accuracy", "Cosine of consecutive gradients"))
     by_run: dict[str, list[Row]] = {}
     for point in curves:
         by_run.setdefault(point["run"], []).append(point)
@@ -132,7 +132,7 @@ def draw_plateaus(groups: dict[Group, list[Measured]], rest: Sequence[int], path
         figure.savefig(path, metadata={"Date": None})
 
 
-def _figure(titles: Sequence[str]) -> tuple[Figure, list[Axes]]:
+def make_figure(titles: Sequence[str]) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(5.2 * len(titles), 4.2), layout="constrained")
     FigureCanvasSVG(figure)
     panels = [figure.add_subplot(1, len(titles), index + 1) for index in range(len(titles))]

@@ -1,9 +1,10 @@
 """A study's runs as CSV: one row per run with its measures, one row per evaluation (PLAN.md).
 
 A run that failed at a step whose loss, gradient or reward was not finite, or whose gradient was far
-outside its history, has `diverged`: that is a collapse, with accuracy 0 from its end on. Any other
-failure is the machine's: `failed`, no measures, to be repeated with `mar study --retry`. A run that
-began and has not ended is `unfinished`.
+outside its history, has `diverged`: that is a collapse, with accuracy 0 from its end on. A run that
+failed after its last step and evaluation (a full disk at the final checkpoint, say) is `finished`.
+Any other failure is the machine's: `failed`, no measures, to be repeated with `mar study --retry`.
+A run that began and has not ended is `unfinished`.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ DIVERGED = ("gradient", "nonfinite")
 """Kinds of anomalies (report/anomalies.py)."""
 MEASURES = ("final", "area", "best", "collapsed", "cosine", "update_norm", "seconds")
 ABOUT = ("state", "lr", "steps", "wall_seconds", "jobs")
-CURVE = ("run", "step", "accuracy", "cosine", "ess_ratio", "entropy", "reward", "seconds")
+CURVE = ("run", "step", "accuracy", "cosine", "ess_ratio", "kl", "entropy", "reward", "seconds")
 SINCE = {
     "cosine": "gac/cosine",
     "ess_ratio": "ratio/ess_ratio",
+    "kl": "ratio/kl_k3",
     "entropy": "policy/entropy",
     "reward": "reward/mean",
 }
@@ -88,6 +90,8 @@ def row_of(run: StudyRun) -> tuple[list[dict[str, object]], list[dict[str, objec
         state = "unfinished"
     if state == "failed" and diverged(run.directory, logged):
         state = "diverged"
+    elif state == "failed" and curve and curve[-1]["step"] == row["steps"]:
+        state = "finished"
     if state in ("finished", "diverged"):
         steps = np.array([point["step"] for point in curve], dtype=np.float64)
         accuracy = np.array([point["accuracy"] for point in curve], dtype=np.float64)

@@ -27,6 +27,10 @@ from megatron_async_rl.plan.model_files import ModelShape
 
 ELSEWHERE = carriers(other_machines=True)
 """Values of weights.transport that permit engines on machines other than rank 0's, as text."""
+QUANTISED_ROUTER = ("fp8_per_channel", "fp8_per_block")
+ROUTER_MULTIPLE = 16
+"""Divisor of the number of experts with these quantisations on a GPU: vLLM 0.32 quantises the
+router too, and fails at the start for other numbers (kernels/linear/scaled_mm/cutlass.py)."""
 FP8_CACHE_MULTIPLE = 32
 """Divisor of the head size with an FP8 key-value cache on a CPU: vLLM's CPU attention
 (v1/attention/backends/cpu_attn.py) raises for other sizes."""
@@ -258,9 +262,8 @@ def _engine_problems(config: Config, machine: Machine, shape: ModelShape) -> lis
         what = f"{tensor} workers cannot divide the model's {shape.experts} experts"
         key = "rollout.vllm.enable_expert_parallel"
         found.append(Problem(key=key, what=what, fix="remove it"))
-    if config.rollout.quantised and shape.experts and device_of(config, machine) == "cpu":
-        what = "on a CPU, vLLM cannot load new weights into a quantised mixture of experts"
-        found.append(Problem(key="rollout.vllm.quantization", what=what, fix="remove it"))
+    if config.rollout.quantised and shape.experts:
+        found += _quantised_experts(config, machine, shape.experts)
     if pipeline > shape.layers:
         what = f"{pipeline} stages, but the model has only {shape.layers} layers"
         fix = f"set it to at most {shape.layers}"
@@ -283,6 +286,24 @@ def _engine_problems(config: Config, machine: Machine, shape: ModelShape) -> lis
             key="rollout.tensor", what=what, fix=f"set it to one of: {', '.join(map(str, fitting))}"
         ),
     ]
+
+
+def _quantised_experts(config: Config, machine: Machine, experts: int) -> list[Problem]:
+    """Return the problem of a mixture of experts that engines cannot quantise; or none."""
+    assert config.rollout is not None
+    method = config.rollout.vllm["quantization"]
+    if device_of(config, machine) == "cpu":
+        what = "on a CPU, vLLM cannot load new weights into a quantised mixture of experts"
+        fix = "remove it"
+    elif method in QUANTISED_ROUTER and experts % ROUTER_MULTIPLE:
+        what = (
+            f"{method} requires a multiple of {ROUTER_MULTIPLE} experts, and a layer of the model"
+            f" has {experts}"
+        )
+        fix = "set it to fp8_per_tensor, or remove it"
+    else:
+        return []
+    return [Problem(key="rollout.vllm.quantization", what=what, fix=fix)]
 
 
 def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:

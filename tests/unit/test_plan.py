@@ -809,6 +809,21 @@ def test_expert_parallel_engines_need_experts_and_cpus_do_not_quantise_them(file
     assert keys(plan(mixture, *quantised)) == ["rollout.vllm.quantization"]
 
 
+def test_gpus_quantise_routers_of_whole_blocks_only(tmp_path):
+    few, many = (
+        write_run(tmp_path / str(experts), **MIXTURE | {"num_experts": experts})
+        for experts in (4, 32)
+    )
+    for method, refused in (("channel", True), ("tensor", False), ("block", True)):
+        settings = [f"rollout.vllm.quantization=fp8_per_{method}", "model.dtype=bfloat16"]
+        settings.append("policy.device=cuda")
+        assert "rollout.vllm.quantization" not in keys(plan(many, *settings, machine=NODE))
+        found = plan(few, *settings, machine=NODE).problems
+        named = [one.what for one in found if one.key == "rollout.vllm.quantization"]
+        text = f"fp8_per_{method} requires a multiple of 16 experts, and a layer of the model has 4"
+        assert named == ([text] if refused else [])
+
+
 def test_a_stop_token_that_the_model_does_not_have_is_refused(file):
     held_out = f"eval.sets=[{{name: a, path: {file}, sampling: {{stop_token_ids: [14]}}}}]"
     problems = plan(file, "rollout.sampling.stop_token_ids=[13, 99]", held_out).problems

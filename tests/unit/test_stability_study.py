@@ -38,6 +38,7 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
         "figures",
         "page",
         "results",
+        "smollm2",
     ):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -131,7 +132,7 @@ def test_runs_that_have_left_their_directories_keep_their_rows(tmp_path: Path) -
 
 @looped("grid", sorted(STUDY.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_run_of_every_grid_is_a_configuration(grid: Path) -> None:
-    if grid.stem in ("base", "sft"):
+    if grid.stem in ("base", "smollm2_base", "sft"):
         load(grid)
         return
     read = read_grid(grid)
@@ -204,6 +205,49 @@ def test_how_runs_that_did_not_finish_are_counted(tmp_path: Path) -> None:
     assert (one["area"], one["final"], one["best"], one["collapsed"]) == (
         "0.1875", "0", "0.5", "1"
     )  # fmt: skip
+
+
+def test_a_run_that_failed_after_its_last_evaluation_has_its_measures(tmp_path: Path) -> None:
+    from measures import collect, read_csv
+
+    grid = write_study(tmp_path)
+    write_ended(grid, 1, "failed", steps=4)
+    write_ended(grid, 2, "failed", steps=3)
+    write_ended(grid, 3, "failed", steps=4, nonfinite=1)
+    collect([grid], tmp_path / "out")
+    rows = {row["seed"]: row for row in read_csv(tmp_path / "out" / "runs.csv")}
+    states = {seed: (row["state"], row["best"]) for seed, row in rows.items()}
+    assert states == {
+        "seed1": ("finished", "0.75"), "seed2": ("failed", ""), "seed3": ("diverged", "0.75")
+    }  # fmt: skip
+
+
+def test_the_page_on_a_real_model_has_the_numbers_of_its_runs(tmp_path: Path) -> None:
+    import smollm2
+    from measures import read_csv
+
+    rows, curves = (read_csv(smollm2.RESULTS / name) for name in ("runs.csv", "curves.csv"))
+    stored = smollm2.PAGE.read_text()
+    assert smollm2.filled(stored, rows, curves) == stored
+    smollm2.draw(rows, curves, tmp_path / smollm2.FIGURE)
+    drawn = (tmp_path / smollm2.FIGURE).read_text()
+    assert drawn == smollm2.PAGE.with_name(smollm2.FIGURE).read_text()
+    # A cell with several seeds has their means, and a run without measures is left out.
+    again = [row | {"seed": "seed2", "final": "0.1", "run": "other"} for row in rows[:1]]
+    lost = [row | {"area": "", "run": "lost"} for row in rows[:1]]
+    first = smollm2.table([*rows, *again, *lost], curves).splitlines()[2]
+    assert first.startswith("| 0 | 2e-05 | no correction | 2 | 0.35 | ")
+
+
+def test_the_grid_on_a_real_model_differs_in_what_its_plan_names() -> None:
+    grid = read_grid(STUDY / "smollm2.yaml")
+    runs = runs_of(grid)
+    assert len(runs) == 3 * 6 * 2 * 3
+    base = load(grid.base, runs[0].overrides)
+    assert base.flow.selection.name == "exact_lag"
+    for run in runs[:40]:
+        config = load(grid.base, run.overrides)
+        assert config.flow.async_ratio == config.flow.selection.lag == int(run.settings["lag"][1:])
 
 
 def test_two_runs_of_one_name_are_not_collected(tmp_path: Path) -> None:
