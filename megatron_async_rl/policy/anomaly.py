@@ -324,10 +324,9 @@ def require_finite(held: Mapping[str, Sequence[Tensor]], step: int, layout: Layo
     for place, tensors in enumerate(held.values()):
         for tensor in tensors:
             if tensor.numel():
-                # The maximum preserves values that are not a number, like infinity, without a
-                # copy.
-                largest = torch.linalg.vector_norm(tensor.detach(), ord=math.inf)
-                counts[place] += (~torch.isfinite(largest)).to(counts)
+                # Both preserve values that are not a number, without a copy.
+                ends = torch.stack(torch.aminmax(tensor.detach()))
+                counts[place] += (~torch.isfinite(ends)).any().to(counts)
     dist.all_reduce(counts, group=layout.world_group)
     wrong = [name for name, count in zip(held, counts.tolist(), strict=True) if count]
     if wrong:

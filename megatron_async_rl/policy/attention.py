@@ -106,6 +106,9 @@ QUERIES = 256
 """Number of queries after a shared prefix that attend at a time."""
 WINDOWED_QUERIES = 512
 """Number of queries that attend at a time if there is a sliding window."""
+SHORT_KEYS = SHORT_HEAD = 128
+"""Largest numbers of keys and of a head's elements for which attention in bfloat16 on a CPU has a
+backward pass in float32."""
 ALIGNED = 16
 """Multiple to which the edge of a mask is rounded, in tokens."""
 
@@ -284,6 +287,52 @@ def _attend(
 ) -> Tensor:
     """Return attention with `mask`: [queries, tokens], added to the scores; null: torch's causal
     one."""
+    if torch.is_grad_enabled() and _is_short(query, key):
+        context: Tensor = _ShortAttention.apply(query, key, value, scale, mask)
+        return context
+    return _kernel(query, key, value, scale, mask)
+
+
+def _is_short(query: Tensor, key: Tensor) -> bool:
+    """Return whether the backward pass of these inputs is in float32."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype == torch.bfloat16
+        and key.shape[1] <= SHORT_KEYS
+        and query.shape[3] <= SHORT_HEAD
+    )
+
+
+class _ShortAttention(torch.autograd.Function):
+    """Attention whose backward pass is in float32, because torch's in bfloat16 takes several times
+    as long for short sequences (benchmarks/short_attention.py)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale, ctx.mask = scale, mask
+        return _kernel(query, key, value, scale, mask)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = (each.detach().float().requires_grad_() for each in ctx.saved_tensors)
+        mask = None if ctx.mask is None else ctx.mask.float()
+        with torch.enable_grad():
+            context = _kernel(query, key, value, ctx.scale, mask)
+        found = torch.autograd.grad(context, (query, key, value), gradients[0].float())
+        return *(each.to(torch.bfloat16) for each in found), None, None
+
+
+def _kernel(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None
+) -> Tensor:
     return F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),

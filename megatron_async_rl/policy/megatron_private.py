@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.core import optimizer, utils
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
     _allreduce_word_embedding_grads,
@@ -36,6 +37,10 @@ NAMES = {
     "megatron.core.distributed.finalize_model_grads": (
         "_allreduce_non_tensor_model_parallel_grads",
         "_allreduce_word_embedding_grads",
+    ),
+    "megatron.core.distributed.param_and_grad_buffer": (
+        "dist_all_gather_func",
+        "dist_reduce_scatter_func",
     ),
     "megatron.core.pipeline_parallel.schedules": ("get_schedule_table",),
     "megatron.core.optimizer": ("Adam", "USING_PYTORCH_OPTIMIZER"),
@@ -110,8 +115,8 @@ moe_utils.te_general_gemm = None
 
 def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -> None:
     """Adapt Megatron to a CPU: its random generator is that of `get_state` and `set_state`, the
-    expert dispatcher's counts of tokens become the lists that a collective needs, and the optimizer
-    uses torch's kernels."""
+    expert dispatcher's counts of tokens become the lists that a collective needs, a rank without
+    data-parallel ranks sends no gradients, and the optimizer uses torch's kernels."""
     _use_torchs_optimizer()
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
@@ -134,6 +139,19 @@ def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -
         return plain_all_to_all(group, tensor, *counts, **options)
 
     token_dispatcher.all_to_all = all_to_all
+    for name in NAMES[param_and_grad_buffer.__name__]:
+        collective = getattr(param_and_grad_buffer, name)
+        setattr(param_and_grad_buffer, name, _unless_alone(collective))
+
+
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective without effect in a group of one rank, where the output is the input's
+    memory, and gloo would copy it twice."""
+
+    def call(output: Tensor, part: Tensor, *, group: Any, **options: Any) -> Any:
+        return None if group.size() == 1 else collective(output, part, group=group, **options)
+
+    return call
 
 
 def _use_torchs_optimizer() -> None:

@@ -144,6 +144,9 @@ def build_optimizer(
         # wd_mult is 0 for one-dimensional parameters; Megatron applies it in its own scheduler,
         # which is not used here.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        if next(wrapped[0].parameters()).device.type == "cpu":
+            # torch's AdamW then makes one pass over the memory, and takes a quarter of the time.
+            group["fused"] = True
     return optimizer
 
 
@@ -182,8 +185,9 @@ class BlockAdam(torch.optim.AdamW):
 
     A step computes in float32 from the stored moments, and applies the new moments before they are
     rounded for storage. With float32 moments it equals torch's AdamW(foreach=False) bit for bit,
-    wherever they are stored. The device additionally holds four blocks. replaced: an Adam that has
-    not stepped yet, whose groups of float32 parameters are used.
+    wherever they are stored; the fused one, which policies on a CPU use, rounds differently. The
+    device additionally holds four blocks. replaced: an Adam that has not stepped yet, whose groups
+    of float32 parameters are used.
     """
 
     def __init__(

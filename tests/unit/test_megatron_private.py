@@ -7,6 +7,9 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
 
 from megatron_async_rl.policy import bridge, megatron_private, model
 from tests.cases import looped
@@ -185,10 +188,24 @@ before = rank.weights(policy)
 (step,) = rank.train(policy, ["a"])["steps"]
 after = rank.weights(policy)
 print(step["policy/skipped"], any(not torch.equal(before[name], after[name]) for name in after))
+print({group["fused"] for group in policy.optimizer.param_groups})
 """
 
 
 def test_a_cpu_policy_uses_no_optimizer_kernel_of_transformer_engine(tmp_path):
     ended = python(KERNELS, layouts.material(), tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == "0.0 True"
+    assert ended.stdout.splitlines()[-2:] == ["0.0 True", "{True}"]
+
+
+def test_a_group_of_one_rank_exchanges_nothing():
+    def collective(output, part, *, group, op):
+        output.copy_(group.size() * part)
+        return op
+
+    exchange = megatron_private._unless_alone(collective)
+    output, part = torch.zeros(2), torch.ones(2)
+    assert exchange(output, part, group=SimpleNamespace(size=lambda: 1), op="sum") is None
+    assert output.tolist() == [0, 0]
+    assert exchange(output, part, group=SimpleNamespace(size=lambda: 3), op="sum") == "sum"
+    assert output.tolist() == [3, 3]

@@ -245,3 +245,69 @@ def test_gemmas_norm_is_transformers_and_comes_before_the_residual_sum(monkeypat
     torch.testing.assert_close(found, residual + expected)
     assert not found.requires_grad
     assert add(True, False)((hidden.requires_grad_(), None), residual, 0.0).requires_grad
+
+
+def exactly(query, key, value, upstream, window):
+    """Context and gradients in float64, by the definition."""
+    inputs = [each.detach().double().requires_grad_() for each in (query, key, value)]
+    context = causal_attention(*inputs, scale=None, window=window)
+    return context, torch.autograd.grad(context, inputs, upstream.double())
+
+
+@looped("window", [None, 5])
+@looped("queries", [1, 7, 20])
+def test_the_gradient_of_short_bfloat16_attention_is_float32s(queries, window, monkeypatch):
+    generator = torch.Generator().manual_seed(queries)
+    query, key, value = (
+        torch.randn(3, length, heads, WIDTH, generator=generator).bfloat16().requires_grad_()
+        for length, heads in ((queries, HEADS), (20, GROUPS), (20, GROUPS))
+    )
+    upstream = torch.randn(query.shape, generator=generator).bfloat16()
+    expected, gradients = exactly(query, key, value, upstream, window)
+
+    def errors():
+        context = causal_attention(query, key, value, scale=None, window=window)
+        found = torch.autograd.grad(context, (query, key, value), upstream)
+        assert {each.dtype for each in (context, *found)} == {torch.bfloat16}
+        return context, [
+            float((one.double() - other).norm() / other.norm().clamp(min=1e-30))
+            for one, other in zip(found, gradients, strict=True)
+        ]
+
+    short, own = errors()
+    monkeypatch.setattr(attention, "SHORT_KEYS", 0)
+    plain, torchs = errors()
+    # The forward pass is torch's, bit for bit; the gradient's error is its rounding to bfloat16.
+    assert torch.equal(short, plain)
+    assert float((short.double() - expected).abs().max()) < 0.02
+    assert max(own) < 2**-8
+    assert sum(own) <= sum(torchs)
+    monkeypatch.undo()
+
+
+def test_attention_has_a_gradient_in_float32_only_where_it_is_short(monkeypatch):
+    seen = []
+    kernel = attention._kernel
+    monkeypatch.setattr(
+        attention, "_kernel", lambda query, *rest: seen.append(query.dtype) or kernel(query, *rest)
+    )
+
+    def dtypes(queries, keys, head, dtype=torch.bfloat16):
+        seen.clear()
+        query, key = (
+            torch.randn(1, length, 1, head, dtype=dtype).requires_grad_()
+            for length in (queries, keys)
+        )
+        causal_attention(query, key, key, scale=None).sum().backward()
+        return seen
+
+    assert dtypes(128, 128, 128) == [torch.bfloat16, torch.float32]
+    assert dtypes(5, 128, 128) == [torch.bfloat16, torch.float32]
+    for longer in ((129, 129, 128), (5, 129, 128), (5, 128, 136)):
+        assert dtypes(*longer) == [torch.bfloat16]
+    assert dtypes(8, 8, 8, torch.float32) == [torch.float32]
+    with torch.no_grad():
+        seen.clear()
+        query = torch.randn(1, 8, 1, 8, dtype=torch.bfloat16)
+        causal_attention(query, query, query, scale=None)
+    assert seen == [torch.bfloat16]
