@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -329,3 +330,35 @@ def test_engines_of_several_workers_bind_no_threads_and_record_by_request(
     monkeypatch.setattr(plugin, "environment", lambda spec: {"a": "1", plugin.PARENT: "5"})
     plugin.serving_engines("spec", {"v": "2"}, Path("f"), Path("l"))  # type: ignore[arg-type]
     assert started == [("engines", plugin.IMPORTS, {"v": "2"}, {"a": "1"}, Path("f"), Path("l"))]
+
+
+FREED = """
+import numpy as np
+from megatron_async_rl.rollout.vllm import cpu_worker
+
+MIB = 2**20
+
+
+def resident():
+    (line,) = (line for line in open("/proc/self/status") if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024 / MIB
+
+
+blocks = [np.ones(MIB // 8) for _ in range(200)]
+full = resident()
+# The last block is at the end of the heap, which could otherwise shrink.
+del blocks[:-1]
+cpu_worker.KEPT_BYTES = 400 * MIB
+cpu_worker.return_freed_memory()
+assert resident() > full - 20, "less than KEPT_BYTES is kept"
+cpu_worker.KEPT_BYTES = 150 * MIB
+cpu_worker.return_freed_memory()
+assert resident() < full - 180, (full, resident())
+"""
+
+
+def test_a_worker_returns_freed_memory_above_a_bound() -> None:
+    kept = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+    # A fresh interpreter, because the C library reads these variables when it is loaded.
+    environment = os.environ | kept | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", FREED], env=environment, check=True)

@@ -464,7 +464,8 @@ def test_a_worker_accepts_a_version_before_it_changes_a_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[Any] = []
-    worker: Any = Steps(calls, "worker", rank=1, device="cpu")
+    monkeypatch.setattr(receive, "return_freed_memory", lambda: calls.append("freed"))
+    worker: Any = Steps(calls, "worker", rank=1, device=torch.device("cpu"))
     worker.weight_transfer_engine = Steps(calls, "engine", receiver=None, loaded=lambda: "parts")
     load = receive.WeightLoadingWorker.load_weight_bucket
     assert load(worker, {"b": 1}, 7, True, False) == {}
@@ -476,17 +477,24 @@ def test_a_worker_accepts_a_version_before_it_changes_a_weight(
         ("worker.update_weights", {"b": 2}),
         ("worker.finish_weight_update",),
         ("engine.require_complete",),
+        "freed",
     ]
     calls.clear()
+    on_gpu: Any = Steps(calls, "worker", rank=1, device=torch.device("cuda"))
+    on_gpu.weight_transfer_engine = worker.weight_transfer_engine
+    assert load(on_gpu, {"b": 2}, 7, False, True) == "parts"
+    assert "freed" not in calls
+    calls.clear()
 
-    def made(rank: int, device: str) -> Steps:
+    def made(rank: int, device: torch.device) -> Steps:
         calls.append((rank, device))
         return Steps(calls, "receiver")
 
     monkeypatch.setattr(receive, "Receiver", made)
     for version in (1, 2):
         receive.WeightLoadingWorker.receive_version(worker, pickle.dumps(version))
-    assert calls == [(1, "cpu"), ("receiver.receive", 1), ("receiver.receive", 2)]
+    device = torch.device("cpu")
+    assert calls == [(1, device), ("receiver.receive", 1), ("receiver.receive", 2)]
     monkeypatch.setattr(receive, "complete_cpu_worker", calls.append)
     receive.WeightLoadingWorker.complete_on_cpu(worker)
     assert calls[-1] is worker

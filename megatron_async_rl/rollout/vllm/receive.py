@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from megatron_async_rl.rollout.vllm.cpu_worker import complete_cpu_worker
+from megatron_async_rl.rollout.vllm.cpu_worker import complete_cpu_worker, return_freed_memory
 from megatron_async_rl.rollout.vllm.loaded import Loaded, LoadWatch
 from megatron_async_rl.rollout.vllm.reload import loaded_parameters, reload_of
 from megatron_async_rl.watchdog.run_folder import SHARED_MEMORY, remove_stale
@@ -226,4 +226,6 @@ class WeightLoadingWorker:
         self.finish_weight_update()
         receiver.require_complete()
         loaded: dict[str, Loaded] = receiver.loaded()
+        if self.device.type == "cpu":
+            return_freed_memory()
         return loaded
