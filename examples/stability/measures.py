@@ -91,6 +91,7 @@ def row_of(run: StudyRun) -> tuple[list[dict[str, object]], list[dict[str, objec
     if state == "failed" and diverged(run.directory, logged):
         state = "diverged"
     elif state == "failed" and curve and curve[-1]["step"] == row["steps"]:
+        # The measures are complete: only the final checkpoint or the export is missing.
         state = "finished"
     if state in ("finished", "diverged"):
         steps = np.array([point["step"] for point in curve], dtype=np.float64)

@@ -22,7 +22,9 @@ def tables(rows: Sequence[Row], curves: Sequence[Row] = ()) -> str:
     kinds += [
         f"{states.count(kind)} {kind}" for kind in ("diverged", "unfinished") if kind in states
     ]
-    lines = [f"{len(rows)} runs, {', '.join(kinds)}; {hours:.1f} hours of runs.", ""]
+    # Runs that `mar study` did not start have no record of their duration.
+    lasted = f"; {hours:.1f} hours of runs" if hours else ""
+    lines = [f"{len(rows)} runs, {', '.join(kinds)}{lasted}.", ""]
     lines += settings("Every setting", scanned(rows))
     lines += settings("Every setting, on the seeds that decide", fresh(rows))
     lines += best_rates(scanned(rows))

@@ -3,7 +3,8 @@
 Invariants:
 - `certain` parts are sizes of tensors that the run allocates. A plan is refused only if these parts
   alone exceed a machine's memory. The other parts are estimates: if the total with them exceeds the
-  memory, the plan only has a note;
+  memory, the plan only has a note. A start is refused if the free memory is less than the certain
+  parts and 1 - DOUBT of the estimates;
 - /dev/shm is part of the machine's memory, so its content counts.
 """
 
@@ -17,7 +18,6 @@ from itertools import groupby
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.fit import (
-    ESTIMATE_ERROR,
     gib,
     host_fix,
     in_shared_memory,
@@ -38,6 +38,9 @@ from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.host_memory import largest_processes
 
 KEY = "host memory"
+DOUBT = 0.25
+"""Share of the estimated parts that a run may not need: caches fill, and the demo used 3.7 of 4.6
+GiB."""
 PROCESS_BYTES = GIB
 """Estimated memory of a process on a GPU without its tensors: Python, CUDA and other libraries."""
 RANK_BYTES = GIB // 2
@@ -155,9 +158,8 @@ def _of_ranks(
     yield HostPart("copies for asynchronous checkpoints", sum(one.staged for one in here))
     each = RANK_BYTES if device == "cpu" else PROCESS_BYTES
     yield HostPart("processes of ranks", share * each, certain=False)
-    if node == 0:
-        launcher = LAUNCHER_BYTES + (CHAT_BYTES if config.data.as_chat else 0)
-        yield HostPart("launcher", launcher, certain=False)
+    launcher = LAUNCHER_BYTES + (CHAT_BYTES if config.data.as_chat else 0)
+    yield HostPart("launcher", launcher, certain=False)
 
 
 def _of_engines(
@@ -266,8 +268,9 @@ def free_memory_problems(
     # The free memory of a described machine is unknown.
     if machine.free_memory is None or here is None:
         return []
-    # Free memory and the estimate are both uncertain: a doubtful case is not refused.
-    if (1 - ESTIMATE_ERROR) * here.total <= machine.free_memory:
+    # Free memory and the estimates are uncertain: a doubtful case is not refused.
+    least = here.certain + (1 - DOUBT) * (here.total - here.certain)
+    if least <= machine.free_memory:
         return []
     return [
         Problem(

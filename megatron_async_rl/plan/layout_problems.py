@@ -28,9 +28,10 @@ from megatron_async_rl.plan.model_files import ModelShape
 ELSEWHERE = carriers(other_machines=True)
 """Values of weights.transport that permit engines on machines other than rank 0's, as text."""
 QUANTISED_ROUTER = ("fp8_per_channel", "fp8_per_block")
+"""Quantisations for which vLLM 0.32 failed on a GPU at the start of a mixture of 4 experts, in the
+router's layer (docs/gpu.md)."""
 ROUTER_MULTIPLE = 16
-"""Divisor of the number of experts with these quantisations on a GPU: vLLM 0.32 quantises the
-router too, and fails at the start for other numbers (kernels/linear/scaled_mm/cutlass.py)."""
+"""Divisor of the number of experts with these: the code that failed pads or refuses other sizes."""
 FP8_CACHE_MULTIPLE = 32
 """Divisor of the head size with an FP8 key-value cache on a CPU: vLLM's CPU attention
 (v1/attention/backends/cpu_attn.py) raises for other sizes."""

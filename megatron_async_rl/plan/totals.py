@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_async_rl.config.problem import Problem, number_of
 from megatron_async_rl.config.schema import Config
@@ -23,6 +24,11 @@ from megatron_async_rl.plan.sharing import GroupTokens, longest_group
 from megatron_async_rl.policy.checkpoint_folder import steps
 
 HOUR_S = 3600.0
+CHECKPOINTS, UNFINISHED, UNFINISHED_EXPORT = "checkpoint", "unfinished_*", "hf.unfinished"
+"""Folder in run.dir, names of checkpoints in it that a save did not complete, and the same of the
+exported model."""
+LEAST_CHECKPOINTS = 3
+"""Number of checkpoints that exist during a save with the smallest checkpoint.keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,42 +141,66 @@ def totals(
 
 
 def free_disk_problems(config: Config, sums: Totals | None) -> list[Problem]:
-    """Return the problem that the file system of run.dir has too little free space for checkpoints
-    and the exported model; or none. The samples' log, whose size is an upper limit, does not count,
-    and neither do checkpoints that exist."""
-    folder = config.run.dir
-    if sums is None:
+    """Return the problems of file systems that have too little free space for the checkpoints and
+    the exported model; or none. The samples' log, whose size is an upper limit, does not count, and
+    neither do checkpoints that exist."""
+    # A comparison of log-probs writes neither.
+    if sums is None or config.run.numerics is not None:
         return []
-    existing = len(steps(folder / "checkpoint"))
+    folder = config.run.dir
+    saved = folder / CHECKPOINTS
     # A new checkpoint is complete before the oldest is removed, so one more always needs space.
-    missing = max(1, sums.checkpoints - existing)
-    export = 0 if (folder / "hf").is_dir() else sums.export
-    needed = missing * sums.checkpoint + export
-    here = next(path for path in (folder, *folder.parents) if path.exists())
-    disk = shutil.disk_usage(here)
+    missing = max(1, sums.checkpoints - len(steps(saved)))
+    # A new export is complete before an existing one is removed. A run removes what an interrupted
+    # one left before it writes the same.
+    needs = [
+        (saved, number_of("more checkpoint", missing), missing * sums.checkpoint,
+         saved.glob(UNFINISHED)),
+        (folder, "the exported model", sums.export, folder.glob(UNFINISHED_EXPORT)),
+    ]  # fmt: skip
+    disks: dict[int, list[tuple[Path, str, int, int]]] = {}
+    for path, what, needed, leftovers in needs:
+        # The folder may be missing, or a link to another disk.
+        here = next(each for each in (path, *path.parents) if each.exists())
+        disks.setdefault(here.stat().st_dev, []).append((here, what, needed, _size(leftovers)))
+    return [problem for parts in disks.values() for problem in _too_small(parts, sums)]
+
+
+def _too_small(parts: Sequence[tuple[Path, str, int, int]], sums: Totals) -> list[Problem]:
+    """Return the problem of one file system; or none. parts: (folder, name of what it needs, size,
+    bytes that are removed before), all in bytes."""
+    disk = shutil.disk_usage(parts[0][0])
+    needed = sum(part for _, _, part, _ in parts)
+    free = disk.free + sum(removed for _, _, _, removed in parts)
     # Some network file systems do not report their size.
-    if not disk.total or needed <= disk.free:
+    if not disk.total or needed <= free:
         return []
     fixes = ["free space there", "set run.dir to a folder on a larger disk"]
-    if sums.checkpoints > 2:
+    if sums.checkpoints > LEAST_CHECKPOINTS:
         fixes.insert(1, "set checkpoint.keep: 1")
     return [
         Problem(
             key="run.dir",
-            what=f"{_bytes(needed)} are needed for {number_of('more checkpoint', missing)}"
-            f"{' and the exported model' if export else ''}, and the disk of {folder} has"
-            f" {_bytes(disk.free)} free",
+            what=f"{_bytes(needed)} are needed for {' and '.join(what for _, what, _, _ in parts)},"
+            f" and the disk of {parts[0][0]} has {_bytes(free)} free",
             fix=f"{', '.join(fixes[:-1])}, or {fixes[-1]}",
         )
     ]
+
+
+def _size(paths: Iterable[Path]) -> int:
+    """Return the bytes of all files in these folders."""
+    files = (file for path in paths for file in path.rglob("*"))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def checkpoints_at_once(config: Config) -> int:
     """Return the largest number of checkpoints that exist at a time."""
     every = config.checkpoint.every
     saved = math.ceil(config.run.steps / every) if every else 1
-    # The new one is complete before the oldest is removed.
-    return min(saved, config.checkpoint.keep + 1)
+    # The new one is complete before the oldest is removed. The checkpoint before it always stays,
+    # because no step has confirmed the newest weights.
+    return min(saved, max(config.checkpoint.keep + 1, LEAST_CHECKPOINTS))
 
 
 def _time(sums: Totals, step_s: float | None) -> str:

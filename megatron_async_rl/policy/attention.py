@@ -42,6 +42,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megatron_async_rl.policy.packed_sequences import PackedSequences, repeat_rows
@@ -321,6 +322,7 @@ class _ShortAttention(torch.autograd.Function):
         return _kernel(query, key, value, scale, mask)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = (each.detach().float().requires_grad_() for each in ctx.saved_tensors)
         mask = None if ctx.mask is None else ctx.mask.float()

@@ -145,11 +145,15 @@ def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -
 
 
 def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the collective without effect in a group of one rank, where the output is the input's
-    memory, and gloo would copy it twice."""
+    """Return the collective without an exchange in a group of one rank. Megatron passes the same
+    memory as output and input, and gloo would copy it twice."""
 
     def call(output: Tensor, part: Tensor, *, group: Any, **options: Any) -> Any:
-        return None if group.size() == 1 else collective(output, part, group=group, **options)
+        if group.size() > 1:
+            return collective(output, part, group=group, **options)
+        if output.data_ptr() != part.data_ptr():
+            output.copy_(part)
+        return None
 
     return call
 

@@ -335,6 +335,21 @@ def test_a_run_without_free_memory_is_refused_before_it_starts(tmp_path: Path) -
     assert problem.key == "host memory"
     assert "0.5 GiB are free; largest processes: pid " in problem.what
     assert "end other programs" in problem.fix
+    # A quarter of the estimated parts may not be needed.
+    (host,) = plan.hosts
+    least = host.certain + (host.total - host.certain) * 3 // 4
+    assert problems(replace(roomy, free_memory=least + 1)) == []
+    assert problems(replace(roomy, free_memory=least - 1)) != []
+
+
+def test_every_machine_of_ranks_has_a_launcher(tmp_path: Path) -> None:
+    config = load(write_run(tmp_path), ["policy.parallel.ranks=2"])
+    machine = Machine(cores=2, memory=64 * GIB, shared_memory=8 * GIB, gpus=(), nodes=2)
+    hosts = preflight(config, all_data=False, machine=machine).hosts
+    launchers = [
+        (host.first, host.count) for host in hosts for part in host.parts if part.name == "launcher"
+    ]
+    assert launchers == [(0, 1), (1, 1)]
 
 
 def test_the_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

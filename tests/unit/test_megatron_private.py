@@ -199,13 +199,20 @@ def test_a_cpu_policy_uses_no_optimizer_kernel_of_transformer_engine(tmp_path):
 
 
 def test_a_group_of_one_rank_exchanges_nothing():
+    calls = []
+
     def collective(output, part, *, group, op):
-        output.copy_(group.size() * part)
+        calls.append((group.size(), op))
         return op
 
     exchange = megatron_private._unless_alone(collective)
-    output, part = torch.zeros(2), torch.ones(2)
-    assert exchange(output, part, group=SimpleNamespace(size=lambda: 1), op="sum") is None
-    assert output.tolist() == [0, 0]
-    assert exchange(output, part, group=SimpleNamespace(size=lambda: 3), op="sum") == "sum"
-    assert output.tolist() == [3, 3]
+    alone, three = (SimpleNamespace(size=lambda size=size: size) for size in (1, 3))
+    same, output, part = torch.ones(2), torch.zeros(2), torch.ones(2)
+    version = same._version
+    assert exchange(same, same, group=alone, op="sum") is None
+    assert same._version == version, "its own memory is not copied"
+    assert exchange(output, part, group=alone, op="sum") is None
+    assert output.tolist() == [1, 1]
+    assert calls == []
+    assert exchange(output, part, group=three, op="sum") == "sum"
+    assert calls == [(3, "sum")]

@@ -42,7 +42,7 @@ KEPT_BYTES = 2**30
 class _Mallinfo(ctypes.Structure):
     """Result of the C library's mallinfo2. fordblks: freed bytes that it keeps."""
 
-    _fields_ = [  # noqa: RUF012 - ctypes reads a list
+    _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
             "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
