@@ -1,10 +1,24 @@
-"""Ports for processes that need theirs before they start."""
+"""Ports for processes that need theirs before they start, and stores in which ranks meet."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+
+def rank_stores(count: int) -> Sequence[TCPStore]:
+    """Return servers of torch's store, each on a port that the kernel chose, in which ranks meet
+    with TORCHELASTIC_USE_AGENT_STORE, as under torchrun. The caller keeps them until the ranks have
+    ended. A port that was only found to be free could be taken before a rank listens on it."""
+    from torch.distributed import TCPStore
+
+    return [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(count)]
 
 
 def free_ports(count: int) -> list[int]:

@@ -18,7 +18,7 @@ import torch
 from megatron_async_rl.samples.rows import TrainBatch
 from tests.parallel.layout_program import TEMPERATURE
 from tests.parallel.ranks import run_ranks
-from tests.ports import free_ports
+from tests.ports import rank_stores
 from tests.thorough import chosen
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import groups_of, ragged_batch
@@ -334,10 +334,9 @@ def run_program(
     processes. A failure is returned, so that a cache keeps it: it is waited for once and not by
     every test."""
     chosen = [name for name, settings in offered.items() if settings["ranks"] == ranks]
-    output = temporary()
+    output, stores = temporary(), rank_stores(len(chosen))
     arguments = {
-        name: (port, offered[name])
-        for name, port in zip(chosen, free_ports(len(chosen)), strict=True)
+        name: (store.port, offered[name]) for name, store in zip(chosen, stores, strict=True)
     }
     try:
         run_ranks(ranks, f"tests.parallel.{program}", [material, json.dumps(arguments), output])

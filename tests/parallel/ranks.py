@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from pathlib import Path
 
-from tests.ports import free_ports
+from tests.ports import rank_stores
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.parallel.preloaded"])
@@ -31,12 +31,13 @@ def run_ranks(
 ) -> str:
     """Runs `program` (a module's name) on `nproc` ranks; returns their output, raises
     AssertionError if any fails."""
-    (port,) = free_ports(1)
+    (store,) = rank_stores(1)
     world = {
         "WORLD_SIZE": nproc,
         "LOCAL_WORLD_SIZE": nproc,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     return _run(
         program,

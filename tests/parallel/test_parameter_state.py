@@ -15,7 +15,7 @@ from tests.parallel.model_program import BLOCK
 from tests.parallel.parameter_state_program import LEAN_LAYOUTS, MODELS, TRAINED, WHOLE
 from tests.parallel.ranks import run_ranks
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
-from tests.ports import free_ports
+from tests.ports import rank_stores
 from tests.thorough import chosen
 from tests.tiny_models import save_tiny_model
 
@@ -55,8 +55,8 @@ of any layout holds the same is what one rank shows, with both models."""
 
 def run(names, checkpoints, *, save=(), load=None):
     output = layouts.temporary()
-    ports = free_ports(len(names))
-    arguments = {name: (port, DENSE[name]) for name, port in zip(names, ports, strict=True)}
+    stores = rank_stores(len(names))
+    arguments = {name: (store.port, DENSE[name]) for name, store in zip(names, stores, strict=True)}
     todo = json.dumps({"save": list(save), "load": load or {}})
     run_ranks(
         DENSE[names[0]]["ranks"],
