@@ -322,9 +322,11 @@ def test_no_micro_batch_waits_for_the_device_or_uploads_by_itself(device, dtype,
 @pytest.mark.parametrize(("device", "dtype"), RUNS)
 def test_recomputation_changes_no_bit_and_keeps_less(device, dtype, kind, figure):
     found, plain = (trained(device, dtype)["recompute"][each] for each in (kind, "none"))
-    # On a CPU, attention of short bfloat16 rows keeps only its inputs in any case.
-    same = (device, dtype, kind) == ("cpu", "bfloat16", "selective")
-    assert found["peak"] < plain["peak"] * (1.001 if same else 1.0)
+    if (device, dtype, kind) == ("cpu", "bfloat16", "selective"):
+        # On a CPU, attention of short bfloat16 rows keeps only its inputs in any case.
+        assert found["peak"] == pytest.approx(plain["peak"], rel=1e-3)
+    else:
+        assert found["peak"] < plain["peak"]
     figure(
         f"{kind} recomputation, {dtype}, largest difference of gradients and weights",
         found["furthest"],
