@@ -207,8 +207,8 @@ def converted(workspace: Workspace, interrupted: dict[str, object]) -> Path:
 
 @pytest.fixture(scope="session")
 def fleet_run(workspace: Workspace) -> Future[dict[str, object]]:
-    """Run of test_fleet.py. It mostly waits for engines that do not answer, so other runs continue
-    next to it: first `interrupted`, and in the gate then `runs`."""
+    """Run of test_fleet.py. It mostly waits for engines that do not answer, so `interrupted` runs
+    next to it."""
     return ThreadPoolExecutor(1).submit(fleet.trouble, workspace)
 
 

@@ -10,18 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.conftest import RESULT_S
-from tests.thorough import THOROUGH
+from tests.thorough import thorough
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.slow, thorough]
 
 
 @pytest.fixture(scope="module")
-def troubled(
-    fleet_run: Future[dict[str, object]], request: pytest.FixtureRequest
-) -> dict[str, object]:
-    files = {item.path.stem for item in request.session.items}
-    if not THOROUGH and {"test_eval", "test_ways_to_run"} <= files:
-        request.getfixturevalue("runs")  # begin while this one waits
+def troubled(fleet_run: Future[dict[str, object]]) -> dict[str, object]:
     return fleet_run.result(RESULT_S)
 
 

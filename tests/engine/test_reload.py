@@ -17,6 +17,7 @@ import pytest
 from megatron_async_rl.samples import Prompt
 from tests.engine.reference import PROMPT, VICTIM
 from tests.parallel.ranks import run_ranks
+from tests.thorough import chosen
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import make_sample
 
@@ -24,32 +25,40 @@ pytestmark = pytest.mark.engine
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "heads": 2, "kv_heads": 1}
 """Shape of all models. 32 is the smallest head of vLLM's attention on a CPU."""
-MODELS: dict[str, dict[str, Any]] = {
-    "tied-with-bias": {"family": "qwen2", "tied": True},
-    "untied": {"family": "llama"},
-    "experts": {"family": "qwen3_moe", "tied": True},
-    "window": {"family": "mistral", "sliding_window": 7},
-    "some-windows": {
-        "family": "gemma3_text",
-        "tied": True,
-        "sliding_window": 7,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "output-bias": {"family": "llama", "attention_bias": True},
-    "yarn-window": {
-        "family": "qwen3",
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "max_window_layers": 0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "attention_factor": 1.3,
+MODELS: dict[str, dict[str, Any]] = chosen(
+    {
+        "tied-with-bias": {"family": "qwen2", "tied": True},
+        "untied": {"family": "llama"},
+        "experts": {"family": "qwen3_moe", "tied": True},
+        "window": {"family": "mistral", "sliding_window": 7},
+        "some-windows": {
+            "family": "gemma3_text",
+            "tied": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "output-bias": {"family": "llama", "attention_bias": True},
+        "yarn-window": {
+            "family": "qwen3",
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "attention_factor": 1.3,
+            },
         },
     },
-}
+    "tied-with-bias",
+    "untied",
+    "experts",
+    "some-windows",
+)
+"""The gate has one model for each way to load: fused projections with biases, an output layer of
+its own, experts, and layers that differ."""
 HALVES, QUANTISED = "halves", "fp8_per_channel"
 """QUANTISED is the only quantization that vLLM's CPU kernels support."""
 HOW: dict[str, dict[str, Any]] = {

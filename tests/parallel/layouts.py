@@ -135,17 +135,20 @@ OFFERED = {
     ),
     "objective_program": chosen(
         ALL_LAYOUTS,
-        *(name for name in ALL_LAYOUTS if name not in ("tensor", "pipeline", "expert_tensor")),
+        "single",
+        "sequence",
+        "virtual_pipeline",
+        "data_distributed_optimizer",
+        "data_replicated_optimizer",
+        "mixture_single",
+        "expert",
     )
     | GRADIENT_LAYOUTS,
     "displacement_program": chosen(
         {k: v for k, v in (DISTINCT | MIXTURE_LAYOUTS).items() if v["ranks"] <= 2},
         "single",
         "sequence",
-        "virtual_pipeline",
         "data_distributed_optimizer",
-        "mixture_single",
-        "expert_replicated_optimizer",
     ),
     "packing_program": chosen(
         BEFORE_THE_OPTIMIZER,
@@ -156,15 +159,7 @@ OFFERED = {
         "mixture_single",
         "expert",
     ),
-    "recompute_program": chosen(
-        BEFORE_THE_OPTIMIZER,
-        "single",
-        "sequence",
-        "virtual_pipeline",
-        "context",
-        "mixture_single",
-        "expert",
-    ),
+    "recompute_program": chosen(BEFORE_THE_OPTIMIZER, "single", "sequence", "virtual_pipeline"),
     "lora_program": chosen(
         _named(
             "single",
@@ -180,11 +175,9 @@ OFFERED = {
             "expert_tensor",
         ),
         "single",
-        "tensor",
         "sequence",
         "virtual_pipeline",
         "data_distributed_optimizer",
-        "context",
         "mixture_single",
         "expert",
     ),
@@ -201,12 +194,9 @@ OFFERED = {
         ),
         "single",
         "sequence",
-        "virtual_pipeline",
         "data_distributed_optimizer",
-        "context",
-        "expert",
     ),
-    "minibatch_program": chosen(DISTINCT, "single", "sequence", "data_distributed_optimizer"),
+    "minibatch_program": chosen(DISTINCT, "single", "data_distributed_optimizer"),
     "reference_program": chosen(
         {name: settings for name, settings in DISTINCT.items() if settings["ranks"] <= 2},
         "single",
@@ -216,19 +206,14 @@ OFFERED = {
     "streamed_program": chosen(
         {name: v for name, v in BEFORE_THE_OPTIMIZER.items() if name != "mixture_single"}
         | _named("data_replicated_optimizer"),
-        "sequence",
         "virtual_pipeline",
         "data_distributed_optimizer",
-        "expert",
     ),
-    "value_head_program": chosen(
-        DISTINCT, "single", "sequence", "virtual_pipeline", "data_distributed_optimizer"
-    ),
+    "value_head_program": chosen(DISTINCT, "single", "sequence", "virtual_pipeline"),
     "opob_program": chosen(
         DISTINCT | _named("pipeline"),
         "single",
         "sequence",
-        "pipeline",
         "virtual_pipeline",
         "data_distributed_optimizer",
     ),

@@ -34,12 +34,17 @@ LAYOUTS = chosen(
     "data",
 )
 """The gate leaves out two that `tensor_pipeline` has together."""
-MIXTURE_LAYOUTS = {
-    "mixture_single": {"ranks": 1},
-    "expert": {"ranks": 2, "expert": 2},
-    "expert_pipeline": {"ranks": 4, "expert": 2, "pipeline": 2},
-    "expert_tensor": {"ranks": 4, "expert": 2, "tensor": 2, "sequence": True},
-}
+MIXTURE_LAYOUTS = chosen(
+    {
+        "mixture_single": {"ranks": 1},
+        "expert": {"ranks": 2, "expert": 2},
+        "expert_pipeline": {"ranks": 4, "expert": 2, "pipeline": 2},
+        "expert_tensor": {"ranks": 4, "expert": 2, "tensor": 2, "sequence": True},
+    },
+    "mixture_single",
+    "expert",
+    "expert_tensor",
+)
 """These run models with experts, the others dense ones."""
 ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS}
 LOADS_FROM = {

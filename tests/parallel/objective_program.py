@@ -71,7 +71,6 @@ DECIDING = chosen(
     "sequence",
     "virtual_pipeline",
     "data_distributed_optimizer",
-    "tensor_pipeline",
     "mixture_single",
     "expert",
 )
@@ -79,14 +78,17 @@ DECIDING = chosen(
 leaves out layouts that differ only in the optimizer."""
 WHOLE_BATCH = ("m2po", "bapo", *DENSE_OBJECTIVES)
 SKIPPING = (
-    "single",
-    "tensor_pipeline",
-    "mixture_single",
-    "expert_tensor" if THOROUGH else "expert",
+    ("single", "tensor_pipeline", "mixture_single", "expert_tensor")
+    if THOROUGH
+    else ("single", "virtual_pipeline", "mixture_single", "expert")
 )
-"""Layouts that skip an anomalous step; that a skipped step changes nothing is shown on every
-layout by those that GAC skips."""
-ANOMALOUS = (*SKIPPING, "data_distributed_optimizer", "expert_replicated_optimizer")
+"""Layouts that skip an anomalous step. The layouts on which GAC skips steps show that a skipped
+step changes nothing."""
+ANOMALOUS = (
+    *SKIPPING,
+    "data_distributed_optimizer",
+    *(["expert_replicated_optimizer"] if THOROUGH else []),
+)
 """Layouts that trace one."""
 
 

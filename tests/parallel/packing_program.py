@@ -41,23 +41,30 @@ DENSE_OBJECTIVES = {
 }
 RUNS = ("controls", "one_by_one", "all_at_once", *OBJECTIVES)
 DENSE_RUNS = (*RUNS, *DENSE_OBJECTIVES)
-CONTEXT_PADDED_RUNS = ("value", "opob", "trajectory_balance", "oapl")
+CONTEXT_PADDED_RUNS = (
+    ("value", "opob", "trajectory_balance", "oapl") if THOROUGH else ("value", "opob")
+)
 """Under context parallelism on padded rows, too, which layout_program does not run."""
 CONTEXT_RUNS = ("controls", "all_at_once", "gspo", *CONTEXT_PADDED_RUNS)
 
 
 def runs_of(layout: str, virtual_stages: int) -> tuple[str, ...]:
-    """Interleaved stages do not measure a sequence's gradient. Of several ranks the gate cuts one
-    layout into samples one by one: the others have several micro-batches as well."""
+    """Return the policies that a layout trains.
+
+    Interleaved stages do not measure a sequence's gradient. On several ranks the gate leaves out
+    cuts into single samples, because the other runs have several micro-batches as well, and losses
+    that differ in what they compute from log-probs, which layouts do not change.
+    """
     if layout.startswith(("mixture", "expert")):
         runs: tuple[str, ...] = RUNS
     elif layout == "context":
         runs = CONTEXT_RUNS
     else:
         runs = DENSE_RUNS if virtual_stages == 1 else DENSE_RUNS[:-1]
-    if THOROUGH or layout in ("single", "mixture_single", "sequence"):
+    if THOROUGH or layout in ("single", "mixture_single"):
         return runs
-    return tuple(name for name in runs if name != "one_by_one")
+    left_out = ("one_by_one", "recompute", "trajectory_balance", "oapl")
+    return tuple(name for name in runs if name not in left_out)
 
 
 def among_others(rank: Rank, policy, name: str) -> dict:

@@ -14,7 +14,7 @@ from tests.gpu import test_fp8
 from tests.gpu.test_train_step import flat
 from tests.gradients import cosine
 from tests.parallel import layouts
-from tests.parallel.fp8_program import PARTS
+from tests.parallel.fp8_program import layouts_of
 from tests.parallel.ranks import run_ranks
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
 
@@ -31,7 +31,7 @@ def test_float32_weights_are_the_files_and_the_models_are_their_rounding(layout)
     assert [said for said, holds in found.items() if not holds] == []
 
 
-@pytest.mark.parametrize("layout", PARTS["rows"])
+@pytest.mark.parametrize("layout", layouts_of("rows"))
 def test_rows_of_a_recipes_multiple_change_no_step(layout):
     rows = results(layout)["rows"]
     assert {sequence for sequence, _ in rows} == {"padded", "packed"}
@@ -44,7 +44,7 @@ def test_rows_of_a_recipes_multiple_change_no_step(layout):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-@pytest.mark.parametrize("layout", [each for each in PARTS["rounded"] if each != "single"])
+@pytest.mark.parametrize("layout", [each for each in layouts_of("rounded") if each != "single"])
 def test_layouts_agree_within_the_rounding_of_a_recipe(layout, recipe):
     """Scales are of what a rank holds of a tensor in a micro-batch, so not to the bit."""
     divided, alone = (results(each)["rounded"] for each in (layout, "single"))
@@ -80,7 +80,7 @@ def of_gradients(one: dict, other: dict) -> float:
     return 1.0 - cosine(flat(one["gradient"]), flat(other["gradient"]))
 
 
-@pytest.mark.parametrize("layout", PARTS["averaged"])
+@pytest.mark.parametrize("layout", layouts_of("averaged"))
 def test_a_copy_of_the_optimizers_weights_is_put_in_place_and_taken_away(layout):
     found = results(layout)["averaged"]
     assert [said for said, holds in found.items() if not holds] == []
@@ -91,7 +91,7 @@ def assert_same(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize("layout", PARTS["kept"])
+@pytest.mark.parametrize("layout", layouts_of("kept"))
 def test_a_policy_that_copies_float32_weights_takes_a_plain_ones_steps(layout):
     found = results(layout)["kept"]
     assert found["copies"] == {"MasterSnapshot", "WeightSnapshot"}
@@ -112,7 +112,7 @@ def test_copies_and_gacs_gradient_are_divided_over_data_parallel_ranks():
             assert max(shares) < 0.7 * whole, name
 
 
-@pytest.mark.parametrize("layout", PARTS["kept"])
+@pytest.mark.parametrize("layout", layouts_of("kept"))
 def test_megatrons_optimizer_and_buffers_receive_fp8_weights(layout):
     assert results(layout)["kept"]["settings"] == {
         "kept": {"recipe of the optimizer": {"blockwise"}, "weights gathered in 8 bits": {True}},
@@ -120,7 +120,7 @@ def test_megatrons_optimizer_and_buffers_receive_fp8_weights(layout):
     }
 
 
-@pytest.mark.parametrize("layout", PARTS["reference"])
+@pytest.mark.parametrize("layout", layouts_of("reference"))
 def test_it_compares_with_another_directorys_model_as_a_plain_one_does(layout):
     found = results(layout)["reference"]
     kept, plain = found["kept"], found["plain"]
@@ -131,7 +131,7 @@ def test_it_compares_with_another_directorys_model_as_a_plain_one_does(layout):
     assert found["same masters"]
 
 
-@pytest.mark.parametrize("layout", PARTS["kept"])
+@pytest.mark.parametrize("layout", layouts_of("kept"))
 def test_its_checkpoint_has_float32_weights_alone_and_continues_bit_for_bit(layout):
     found = results(layout)["kept"]
     assert found["models in the checkpoint"] == 0
@@ -143,11 +143,11 @@ def test_its_checkpoint_has_float32_weights_alone_and_continues_bit_for_bit(layo
     assert_same(again["weights"], through["weights"])
 
 
-@pytest.mark.parametrize("layout", PARTS["kept"])
+@pytest.mark.parametrize("layout", layouts_of("kept"))
 def test_what_delayed_scaling_has_learnt_comes_back_to_the_rank_that_learnt_it(layout):
     assert results(layout)["kept"]["same scales"]
 
 
-@pytest.mark.parametrize("layout", PARTS["kept"])
+@pytest.mark.parametrize("layout", layouts_of("kept"))
 def test_a_plain_policys_checkpoint_continues_with_fp8_weights(layout):
     assert results(layout)["kept"]["from a plain one"]

@@ -27,13 +27,11 @@ PAIRS = list(
         {name: settings for name, settings in DENSE.items() if settings["ranks"] == 2},
         "tensor",
         "virtual_pipeline",
-        "context",
         "data_distributed_optimizer",
     )
 )
 """Two-rank layouts. The gate has one for each way to cut what is saved: `tensor` cuts matrices,
-`virtual_pipeline` the layers, and the others the optimizer's slices, over ranks that have the same
-samples or different ones."""
+`virtual_pipeline` cuts the layers, and `data_distributed_optimizer` cuts the optimizer's slices."""
 CHECKPOINTED = [
     name
     for name in ("tensor", "context", "data_distributed_optimizer", "pipeline", "virtual_pipeline")
