@@ -19,7 +19,7 @@ from megatron_async_rl.samples.rows import TrainBatch
 from tests.parallel.layout_program import TEMPERATURE
 from tests.parallel.ranks import run_ranks
 from tests.ports import rank_stores
-from tests.thorough import chosen
+from tests.thorough import THOROUGH, chosen
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import groups_of, ragged_batch
 
@@ -27,8 +27,9 @@ VOCABULARY = 97
 """Odd, so that two tensor-parallel ranks need a padding row."""
 BLANK = VOCABULARY - 1
 """A token whose embedding is all zeros in the models named `..._blank`, as that of padding is."""
-LAYERS = 4
-"""Enough for two pipeline ranks with two virtual stages each."""
+LAYERS = 4 if THOROUGH else 2
+"""Enough for two pipeline ranks, and in `make test-all` for two virtual stages on each. In the
+gate, test_wide_layouts.py and test_differential.py have virtual stages."""
 LAYOUTS = {
     "single": {"ranks": 1},
     "tensor": {"ranks": 2, "tensor": 2},
@@ -39,7 +40,11 @@ LAYOUTS = {
     "data_replicated_optimizer": {"ranks": 2, "distributed_optimizer": False},
     "tensor_pipeline": {"ranks": 4, "tensor": 2, "pipeline": 2},
 }
-DISTINCT = {name: LAYOUTS[name] for name in LAYOUTS if name not in ("tensor", "pipeline")}
+DISTINCT = {
+    name: LAYOUTS[name]
+    for name in LAYOUTS
+    if name not in ("tensor", "pipeline" if THOROUGH else "virtual_pipeline")
+}
 """Layouts of programs that need not run on every layout: `sequence`, `virtual_pipeline` and
 `tensor_pipeline` also cover tensor and pipeline parallelism alone."""
 MIXTURE_LAYOUTS = {
@@ -128,7 +133,7 @@ OFFERED = {
         LAYOUTS | CONTEXT_LAYOUTS,
         "single",
         "sequence",
-        "virtual_pipeline",
+        "pipeline",
         "data_distributed_optimizer",
         "data_replicated_optimizer",
         "context",
@@ -137,7 +142,7 @@ OFFERED = {
         ALL_LAYOUTS,
         "single",
         "sequence",
-        "virtual_pipeline",
+        "pipeline",
         "data_distributed_optimizer",
         "data_replicated_optimizer",
         "mixture_single",
@@ -154,12 +159,12 @@ OFFERED = {
         BEFORE_THE_OPTIMIZER,
         "single",
         "sequence",
-        "virtual_pipeline",
+        "pipeline",
         "context",
         "mixture_single",
         "expert",
     ),
-    "recompute_program": chosen(BEFORE_THE_OPTIMIZER, "single", "sequence", "virtual_pipeline"),
+    "recompute_program": chosen(BEFORE_THE_OPTIMIZER, "single", "sequence", "pipeline"),
     "lora_program": chosen(
         _named(
             "single",
@@ -176,7 +181,7 @@ OFFERED = {
         ),
         "single",
         "sequence",
-        "virtual_pipeline",
+        "pipeline",
         "data_distributed_optimizer",
         "mixture_single",
         "expert",
@@ -200,22 +205,18 @@ OFFERED = {
     "reference_program": chosen(
         {name: settings for name, settings in DISTINCT.items() if settings["ranks"] <= 2},
         "single",
-        "virtual_pipeline",
+        "pipeline",
         "data_distributed_optimizer",
     ),
     "streamed_program": chosen(
         {name: v for name, v in BEFORE_THE_OPTIMIZER.items() if name != "mixture_single"}
         | _named("data_replicated_optimizer"),
-        "virtual_pipeline",
+        "pipeline",
         "data_distributed_optimizer",
     ),
-    "value_head_program": chosen(DISTINCT, "single", "sequence", "virtual_pipeline"),
+    "value_head_program": chosen(DISTINCT, "single", "sequence", "pipeline"),
     "opob_program": chosen(
-        DISTINCT | _named("pipeline"),
-        "single",
-        "sequence",
-        "virtual_pipeline",
-        "data_distributed_optimizer",
+        DISTINCT | _named("pipeline"), "single", "sequence", "data_distributed_optimizer"
     ),
 }
 """The layouts of each program.

@@ -161,13 +161,13 @@ def refusals(rank: Rank, model: str, folder: Path, output: Path) -> dict:
     name = "model.layers.{}.mlp.up_proj.weight".format
 
     def one_number(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name(2)][1, 2] += 1e-3
+        tensors[name(1)][1, 2] += 1e-3
 
     def two_numbers(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name(2)][1, [2, 3]] = tensors[name(2)][1, [3, 2]]
+        tensors[name(1)][1, [2, 3]] = tensors[name(1)][1, [3, 2]]
 
     def matrices(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name(1)], tensors[name(2)] = tensors[name(2)], tensors[name(1)]
+        tensors[name(0)], tensors[name(1)] = tensors[name(1)], tensors[name(0)]
 
     tried: dict[str, tuple[Any, LoraConfig | None]] = {"whole": (model, None)}
     for change in (one_number, two_numbers, matrices):

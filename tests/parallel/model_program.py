@@ -583,10 +583,8 @@ def main() -> None:
     if layout.world_size == 1 and kind == "dense":
         results["refusals"] = refusals(material / "qwen3-tied", layout, output)
         results["interrupted"] = interrupted_saves(material / "one-layer", parallel, layout, output)
-    gathered: list = [None] * layout.world_size
-    dist.all_gather_object(gathered, results)
-    if layout.rank == 0:
-        torch.save(gathered, output / "results.pt")
+    torch.save(results, output / f"results_{layout.rank}.pt")
+    dist.barrier()
     layout.shutdown()
 
 

@@ -243,7 +243,10 @@ def _outcome(layout: str) -> list[dict] | AssertionError:
         )
     except AssertionError as failure:
         return failure
-    return torch.load(output / "results.pt", weights_only=False)
+    return [
+        torch.load(output / f"results_{rank}.pt", weights_only=False)
+        for rank in range(settings["ranks"])
+    ]
 
 
 @functools.cache

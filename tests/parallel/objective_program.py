@@ -69,7 +69,7 @@ DECIDING = chosen(
     DISTINCT | MIXTURE_LAYOUTS,
     "single",
     "sequence",
-    "virtual_pipeline",
+    "pipeline",
     "data_distributed_optimizer",
     "mixture_single",
     "expert",
@@ -80,7 +80,7 @@ WHOLE_BATCH = ("m2po", "bapo", *DENSE_OBJECTIVES)
 SKIPPING = (
     ("single", "tensor_pipeline", "mixture_single", "expert_tensor")
     if THOROUGH
-    else ("single", "virtual_pipeline", "mixture_single", "expert")
+    else ("single", "pipeline", "mixture_single", "expert")
 )
 """Layouts that skip an anomalous step. The layouts on which GAC skips steps show that a skipped
 step changes nothing."""
@@ -92,7 +92,7 @@ ANOMALOUS = (
 """Layouts that trace one."""
 
 
-UNTIED = chosen(LAYOUTS, "single", "sequence", "virtual_pipeline")
+UNTIED = chosen(LAYOUTS, "single", "sequence", "pipeline")
 """Layouts that measure the gradient of an output layer of its own, too."""
 
 

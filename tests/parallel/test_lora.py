@@ -265,7 +265,7 @@ def test_the_adapter_is_written_as_peft_reads_it():
     folder = single["folder"]
     tensors = load_file(folder / "adapter_model.safetensors")
     compare_weights(tensors, single["reference"]["adapters"], atol=0.0)
-    assert tensors["base_model.model.model.layers.3.self_attn.k_proj.lora_A.weight"].shape == (
+    assert tensors["base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"].shape == (
         3,
         32,
     )

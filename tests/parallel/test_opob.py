@@ -14,6 +14,7 @@ from megatron_async_rl.policy.opob import own_groups
 from tests.parallel import layouts
 from tests.parallel.opob_program import CAP, ENTROPY_BONUS, many, one_group
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
+from tests.thorough import thorough
 from tests.train_batches import groups_of
 from tests.written_run import config_tree
 
@@ -213,6 +214,7 @@ def test_the_cheap_proxy_of_the_score_norm_correlates_with_the_measured_one():
     assert correlation > CORRELATION
 
 
+@thorough
 def test_virtual_pipeline_stages_are_refused_and_the_reason_named():
     found = results("virtual_pipeline")["refusal"]
     assert found.startswith("OpobUnsupported")

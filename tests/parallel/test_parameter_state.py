@@ -26,12 +26,12 @@ PAIRS = list(
     chosen(
         {name: settings for name, settings in DENSE.items() if settings["ranks"] == 2},
         "tensor",
-        "virtual_pipeline",
+        "pipeline",
         "data_distributed_optimizer",
     )
 )
 """Two-rank layouts. The gate has one for each way to cut what is saved: `tensor` cuts matrices,
-`virtual_pipeline` cuts the layers, and `data_distributed_optimizer` cuts the optimizer's slices."""
+`pipeline` cuts the layers, and `data_distributed_optimizer` cuts the optimizer's slices."""
 CHECKPOINTED = [
     name
     for name in ("tensor", "context", "data_distributed_optimizer", "pipeline", "virtual_pipeline")

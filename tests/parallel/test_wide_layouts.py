@@ -30,8 +30,8 @@ def layouts_of(width: int) -> dict[str, dict[str, Any]]:
 
     Three shards already have an order of reduction and a stage in the middle, so the gate tries
     the model's matrices, its layers and the samples with three: `sequence` cuts what `tensor` cuts,
-    and more. With four it tries the kind
-    whose shards need not end where parameters do.
+    and more. With four it tries the kind whose shards need not end where parameters do, and four
+    stages on two ranks.
     """
     layouts = {
         "sequence": {"ranks": width, "tensor": width, "sequence": True},
@@ -43,7 +43,9 @@ def layouts_of(width: int) -> dict[str, dict[str, Any]]:
         "expert": {"ranks": width, "expert": width},
         "expert_replicated": {"ranks": width, "expert": width, "distributed_optimizer": False},
     }
-    in_gate = {3: ("sequence", "pipeline", "data"), 4: ("data",)}
+    if width == 4:
+        layouts["virtual_pipeline"] = {"ranks": 2, "pipeline": 2, "virtual_pipeline": 2}
+    in_gate = {3: ("sequence", "pipeline", "data"), 4: ("data", "virtual_pipeline")}
     return chosen(layouts, *in_gate[width])
 
 
@@ -105,7 +107,7 @@ def results(width: int, ranks: int) -> dict[str, dict[str, Any]]:
 def test_a_layout_with_three_or_four_shards_takes_the_step_of_one_rank(
     width: int, layout: str
 ) -> None:
-    found = results(width, width)[layout]
+    found = results(width, layouts_of(width)[layout]["ranks"])[layout]
     expected = results(width, 1)[alone_of(layout)]
     assert found["ranks_agree"]
     for run in ("controlled", "minibatches", "packed"):
