@@ -52,7 +52,7 @@ real: setup
 
 test: setup
 	@cd "$(ROOT)"
-	"$$VENV/bin/python" -m pytest --numprocesses=3 --durations=15
+	"$$VENV/bin/python" -m pytest --numprocesses=2 --durations=15
 
 test-all: setup
 	@cd "$(ROOT)"

@@ -28,7 +28,13 @@ ALLOWED = TOLERANCES["bfloat16"]
 def found():
     output = layouts.temporary() / "apex"
     output.mkdir(exist_ok=True)
-    arguments = [DEVICE, layouts.material(), output, json.dumps({"ranks": 1}), *CASES]
+    arguments = [
+        DEVICE,
+        layouts.material(layouts.MOST_LAYERS),
+        output,
+        json.dumps({"ranks": 1}),
+        *CASES,
+    ]
     run_program("tests.gpu.apex_program", arguments)
     return torch.load(output / "apex.pt", weights_only=False, map_location="cpu")
 

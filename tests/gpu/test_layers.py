@@ -22,7 +22,10 @@ NO_FARTHER = 2.0
 @pytest.fixture(scope="module")
 def found():
     output = layouts.temporary() / "layers.pt"
-    run_program("tests.gpu.layers_program", [DEVICE, layouts.material(), output, *FAMILIES])
+    run_program(
+        "tests.gpu.layers_program",
+        [DEVICE, layouts.material(layouts.MOST_LAYERS), output, *FAMILIES],
+    )
     found = torch.load(output, weights_only=False, map_location="cpu")
     assert all([one["layers"] for one in each] == list(FAMILIES) for each in found.values())
     return found

@@ -27,7 +27,9 @@ VOCABULARY = 97
 """Odd, so that two tensor-parallel ranks need a padding row."""
 BLANK = VOCABULARY - 1
 """A token whose embedding is all zeros in the models named `..._blank`, as that of padding is."""
-LAYERS = 4 if THOROUGH else 2
+MOST_LAYERS = 4
+"""Layers of the models of `make test-all` and of tests/gpu."""
+LAYERS = MOST_LAYERS if THOROUGH else 2
 """Enough for two pipeline ranks, and in `make test-all` for two virtual stages on each. In the
 gate, test_wide_layouts.py and test_differential.py have virtual stages."""
 LAYOUTS = {
@@ -239,13 +241,13 @@ def temporary() -> Path:
 
 
 @functools.cache
-def material() -> Path:
-    """A directory with three models, and batches whose behaviour log-probs are near the tied
-    model's own, or the mixture's."""
+def material(layers: int = LAYERS) -> Path:
+    """Return a directory with three models, and batches whose behaviour log-probs are near the tied
+    model's own, or the mixture's. layers: of the models without experts."""
     directory = temporary()
     for name, tied in (("tied", True), ("untied", False)):
         save_tiny_model(
-            directory / name, tied=tied, seed=1, vocab_size=VOCABULARY, layers=LAYERS, scale=2.0
+            directory / name, tied=tied, seed=1, vocab_size=VOCABULARY, layers=layers, scale=2.0
         )
     save_tiny_model(
         directory / "mixture", "qwen3_moe", tied=True, seed=2, vocab_size=VOCABULARY, scale=2.0
