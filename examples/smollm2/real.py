@@ -44,11 +44,11 @@ LORA = ("policy.lora={rank: 16}", "policy.optimizer.lr=4e-4")
 RUNS = {
     "chain_sum": ("smollm2_chain_sum_cpu.yaml", ()),
     "chain_sum_lora": ("smollm2_chain_sum_cpu.yaml", LORA),
-    "products": ("smollm2_products_cpu.yaml", ()),
-    "products_lora": ("smollm2_products_cpu.yaml", LORA),
+    "needle_haystack": ("smollm2_needle_haystack_cpu.yaml", ()),
+    "needle_haystack_lora": ("smollm2_needle_haystack_cpu.yaml", LORA),
 }
 """Name of a run -> (config, overrides)."""
-COLOURS = {"chain_sum": "#1f5fb4", "products": "#c0392b"}
+COLOURS = {"chain_sum": "#1f5fb4", "needle_haystack": "#c0392b"}
 SHOWN = 4
 """Number of held-out questions that the page shows with the responses before and after."""
 
@@ -84,8 +84,9 @@ def train(name: str, dtype: str) -> Path:
 
 def measured(model: Path, config: Path, out: Path) -> dict[str, Any]:
     """Evaluate a model on a config's held-out sets. Return, for each set: `right`, the share of
-    responses that the reward accepts; `alone`, the share that are the answer and nothing else;
-    `length`, the mean number of characters; and the first responses."""
+    responses to which the reward gives 1; `alone`, the share that are the answer and nothing else;
+    `contained`, the share that contain the answer; `length`, the mean number of characters; and the
+    first responses."""
     responses = out.with_suffix(".jsonl")
     if not responses.is_file():
         command("eval", model, "--config", config, "--out", out, "--responses", responses)
@@ -96,6 +97,7 @@ def measured(model: Path, config: Path, out: Path) -> dict[str, Any]:
         found[one] = {
             "right": sum(row["reward"] == 1 for row in own) / len(own),
             "alone": sum(row["response"].strip() == row["answer"] for row in own) / len(own),
+            "contained": sum(row["answer"] in row["response"] for row in own) / len(own),
             "length": sum(len(row["response"]) for row in own) / len(own),
             "first": [
                 {"question": question_of(row), "answer": row["answer"], "response": row["response"]}
@@ -154,12 +156,15 @@ def page_lines(record: Record) -> Iterator[str]:
     for name, run in record["runs"].items():
         overrides = "".join(f", `{one}`" for one in run["overrides"])
         yield f"| `{name}`{overrides} | {run['date']}, {run['machine']}, `{run['dtype']}` |"
-    yield "\n| run | steps | minutes | mean lag | right | the answer alone | characters |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    yield (
+        "\n| run | steps | minutes | mean lag | right | the answer alone | contains the answer "
+        "| characters |"
+    )
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for name, run in record["runs"].items():
         task = task_of(name)
         cells = [f"`{name}`", run["steps"], run["minutes"], run["lag"]]
-        cells += [change(run, task, key, "%") for key in ("right", "alone")]
+        cells += [change(run, task, key, "%") for key in ("right", "alone", "contained")]
         cells += [change(run, task, "length")]
         yield "| " + " | ".join(map(str, cells)) + " |"
     yield "\nOn questions of a task that no run trained on (`letter_counting`):\n"

@@ -87,7 +87,7 @@ def test_the_page_shows_changes_and_responses_as_cells(example, folder):
     result["machine"] = "an abacus"
     lines = list(example.page_lines({"runs": {"chain_sum": result}}))
     assert "| `chain_sum` | 2001-09-09, an abacus, `bfloat16` |" in lines
-    assert "| `chain_sum` | 3 | 3.0 | 1.0 | 50% → 100% | 0% → 100% | 14 → 2 |" in lines
+    assert "| `chain_sum` | 3 | 3.0 | 1.0 | 50% → 100% | 0% → 100% | 50% → 100% | 14 → 2 |" in lines
     assert "| `chain_sum` | 0% → 0% | 0% → 0% | 3 → 0 |" in lines
     assert "| `3 + 4 =` | `7` | `It is 8 / so.` | `7` |" in lines
 
@@ -96,14 +96,14 @@ def test_a_run_that_has_finished_is_not_trained_again(example, monkeypatch, tmp_
     monkeypatch.setattr(example, "FOLDER", tmp_path)
     asked = []
     monkeypatch.setattr(example, "command", lambda *words: asked.append(words))
-    example.train("products_lora", "bfloat16")
+    example.train("needle_haystack_lora", "bfloat16")
     ((verb, config, *overrides),) = asked
-    assert (verb, Path(config).name) == ("train", "smollm2_products_cpu.yaml")
-    assert overrides[:2] == [f"run.dir={tmp_path / 'products_lora'}", "model.dtype=bfloat16"]
+    assert (verb, Path(config).name) == ("train", "smollm2_needle_haystack_cpu.yaml")
+    assert overrides[:2] == [f"run.dir={tmp_path / 'needle_haystack_lora'}", "model.dtype=bfloat16"]
     assert "policy.lora={rank: 16}" in overrides
-    (tmp_path / "products_lora" / "hf").mkdir(parents=True)
-    (tmp_path / "products_lora" / "hf" / "config.json").write_text("{}")
-    example.train("products_lora", "bfloat16")
+    (tmp_path / "needle_haystack_lora" / "hf").mkdir(parents=True)
+    (tmp_path / "needle_haystack_lora" / "hf" / "config.json").write_text("{}")
+    example.train("needle_haystack_lora", "bfloat16")
     assert len(asked) == 1
 
 
@@ -117,9 +117,11 @@ def test_the_page_is_made_from_the_stored_record(example):
 def test_both_configs_differ_only_in_their_task(example):
     first, second = (
         yaml.safe_load((ROOT / "examples" / f"smollm2_{task}_cpu.yaml").read_text())
-        for task in ("chain_sum", "products")
+        for task in ("chain_sum", "needle_haystack")
     )
-    text = json.dumps(first).replace("chain_sum", "products")
+    text = json.dumps(first).replace("chain_sum", "needle_haystack")
     other = json.loads(text)
     other["data"]["generate"]["options"] = second["data"]["generate"]["options"]
+    other["data"]["system_prompt"] = second["data"]["system_prompt"]
+    other["rollout"]["reward"] = second["rollout"]["reward"]
     assert other == second
