@@ -31,7 +31,7 @@ MOST_LAYERS = 4
 """Layers of the models of `make test-all` and of tests/gpu."""
 LAYERS = MOST_LAYERS if THOROUGH else 2
 """Enough for two pipeline ranks, and in `make test-all` for two virtual stages on each. In the
-gate, test_wide_layouts.py has virtual stages."""
+gate, test_wide_layouts.py and test_differential.py have virtual stages."""
 LAYOUTS = {
     "single": {"ranks": 1},
     "tensor": {"ranks": 2, "tensor": 2},
@@ -228,8 +228,8 @@ as few ranks as that takes: tensor-parallel ranks with sequence parallelism, whi
 activations; two pipeline stages; a distributed optimizer, which also cuts parameters. Pairs of
 dimensions on four ranks are `objective_program`'s: the gradient there is whole, so what a later
 part of the step makes of it depends on one dimension at a time. In the gate, interleaved stages
-train in test_wide_layouts.py, and are saved, loaded and exported in test_checkpoint.py and
-test_export.py.
+train in test_wide_layouts.py and test_differential.py, and are saved, loaded and exported in
+test_checkpoint.py and test_export.py.
 """
 
 
