@@ -1,8 +1,8 @@
 """The tests and cases that only `make test-all` runs.
 
 The gate runs every kind of test on cases that can each fail independently. `make test-all` adds
-tests that take long and rarely find more: all pairs of layouts, methods and damages, several
-machines, Slurm and the tables of studies.
+tests that take long and rarely find more: all pairs of layouts, methods and damages, the loss of
+engines in whole runs, several machines, Slurm and the tables of studies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ def chosen[Case](cases: Mapping[str, Case], *in_gate: str) -> dict[str, Case]:
     """Return all `cases`, or in the gate those named `in_gate`.
 
     For tables whose results are computed together, so that the gate does not compute the others.
+    Raises ValueError in the gate if a name is in no case.
     """
+    unknown = set(in_gate) - cases.keys()
+    if unknown and not THOROUGH:
+        raise ValueError(f"no case is named {sorted(unknown)}; the cases are {sorted(cases)}")
     return {name: case for name, case in cases.items() if THOROUGH or name in in_gate}
 
 

@@ -97,7 +97,7 @@ def measured(model: Path, config: Path, out: Path) -> dict[str, Any]:
         found[one] = {
             "right": sum(row["reward"] == 1 for row in own) / len(own),
             "alone": sum(row["response"].strip() == row["answer"] for row in own) / len(own),
-            "contained": sum(row["answer"] in row["response"] for row in own) / len(own),
+            "contained": sum(map(contains_answer, own)) / len(own),
             "length": sum(len(row["response"]) for row in own) / len(own),
             "first": [
                 {"question": question_of(row), "answer": row["answer"], "response": row["response"]}
@@ -105,6 +105,11 @@ def measured(model: Path, config: Path, out: Path) -> dict[str, Any]:
             ],
         }
     return found
+
+
+def contains_answer(row: dict[str, Any]) -> bool:
+    """Return True if the answer is a word or number of the response."""
+    return bool(re.search(rf"(?<![\w.-]){re.escape(row['answer'])}(?!\w)", row["response"]))
 
 
 def question_of(row: dict[str, Any]) -> str:

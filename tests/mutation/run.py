@@ -281,7 +281,10 @@ def _result(child: int, read: int, timeout: float) -> Any:
             left = None if end is None else max(0.0, end - time.monotonic())
             ready, _, _ = select.select(waiting, [], [], left)
             if not ready:
-                os.killpg(child, signal.SIGKILL)
+                # A child that does not lead a group yet has started no process.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)
+                os.kill(child, signal.SIGKILL)
                 end = None
             if pipe in ready:
                 parts.append(os.read(pipe.fileno(), 1 << 16))

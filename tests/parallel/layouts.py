@@ -47,8 +47,8 @@ DISTINCT = {
     for name in LAYOUTS
     if name not in ("tensor", "pipeline" if THOROUGH else "virtual_pipeline")
 }
-"""Layouts of programs that need not run on every layout: `sequence`, `virtual_pipeline` and
-`tensor_pipeline` also cover tensor and pipeline parallelism alone."""
+"""Layouts of programs that need not run on every layout: `sequence`, `virtual_pipeline` (in the
+gate `pipeline`) and `tensor_pipeline` also cover tensor and pipeline parallelism alone."""
 MIXTURE_LAYOUTS = {
     "mixture_single": {"ranks": 1},
     "expert": {"ranks": 2, "expert": 2},
@@ -115,9 +115,9 @@ copies and experts on the last.
 """
 
 
-FEW = ("single", "data_distributed_optimizer", "tensor_pipeline")
-"""Layouts of results that depend on samples and their log-probs alone: divided samples, and the
-model divided both ways."""
+FEW = ("single", "data_distributed_optimizer", "tensor_pipeline" if THOROUGH else "pipeline")
+"""Layouts of results that depend on samples and their log-probs alone: divided samples, and a
+divided model."""
 BEFORE_THE_OPTIMIZER = {
     name: settings
     for name, settings in (DISTINCT | MIXTURE_LAYOUTS | CONTEXT_LAYOUTS).items()
@@ -172,7 +172,7 @@ OFFERED = {
             "single",
             "tensor",
             "sequence",
-            "virtual_pipeline",
+            "virtual_pipeline" if THOROUGH else "pipeline",
             "tensor_pipeline",
             "data_distributed_optimizer",
             "data_replicated_optimizer",
@@ -182,6 +182,7 @@ OFFERED = {
             "expert_tensor",
         ),
         "single",
+        "tensor",
         "sequence",
         "pipeline",
         "data_distributed_optimizer",
@@ -202,6 +203,7 @@ OFFERED = {
         "single",
         "sequence",
         "data_distributed_optimizer",
+        "expert",
     ),
     "minibatch_program": chosen(DISTINCT, "single", "data_distributed_optimizer"),
     "reference_program": chosen(
@@ -215,6 +217,7 @@ OFFERED = {
         | _named("data_replicated_optimizer"),
         "pipeline",
         "data_distributed_optimizer",
+        "expert",
     ),
     "value_head_program": chosen(DISTINCT, "single", "sequence", "pipeline"),
     "opob_program": chosen(
@@ -223,12 +226,12 @@ OFFERED = {
 }
 """The layouts of each program.
 
-The gate divides every program's samples or model in each way that the program's facts depend on, on
-as few ranks as that takes: tensor-parallel ranks with sequence parallelism, which also cut
-activations; two pipeline stages; a distributed optimizer, which also cuts parameters. Pairs of
-dimensions on four ranks are `objective_program`'s: the gradient there is whole, so what a later
-part of the step makes of it depends on one dimension at a time. In the gate, interleaved stages
-train in test_wide_layouts.py and test_differential.py, and are saved, loaded and exported in
+The gate divides a program's samples or model in the ways that its facts depend on most, on as few
+ranks as that takes: tensor-parallel ranks with sequence parallelism, which also cut activations;
+two pipeline stages; a distributed optimizer, which also cuts parameters. Pairs of dimensions on
+four ranks are `objective_program`'s: the gradient there is whole, so what a later part of the step
+makes of it depends on one dimension at a time. In the gate, interleaved stages train in
+test_wide_layouts.py and test_differential.py, and are saved, loaded and exported in
 test_checkpoint.py and test_export.py.
 """
 
@@ -242,10 +245,14 @@ def temporary() -> Path:
     return Path(_directories[-1].name)
 
 
-@functools.cache
 def material(layers: int = LAYERS) -> Path:
     """Return a directory with three models, and batches whose behaviour log-probs are near the tied
     model's own, or the mixture's. layers: of the models without experts."""
+    return _material(layers)
+
+
+@functools.cache
+def _material(layers: int) -> Path:
     directory = temporary()
     for name, tied in (("tied", True), ("untied", False)):
         save_tiny_model(

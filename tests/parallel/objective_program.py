@@ -75,7 +75,7 @@ DECIDING = chosen(
     "expert",
 )
 """Layouts that decide on whole batches. Decisions come before the optimizer step, so the gate
-leaves out layouts that differ only in the optimizer."""
+leaves out layouts that differ only in the optimizer, and layouts of four ranks."""
 WHOLE_BATCH = ("m2po", "bapo", *DENSE_OBJECTIVES)
 SKIPPING = (
     ("single", "tensor_pipeline", "mixture_single", "expert_tensor")

@@ -52,8 +52,8 @@ def runs_of(layout: str, virtual_stages: int) -> tuple[str, ...]:
     """Return the policies that a layout trains.
 
     Interleaved stages do not measure a sequence's gradient. On several ranks the gate leaves out
-    cuts into single samples, because the other runs have several micro-batches as well, and losses
-    that differ in what they compute from log-probs, which layouts do not change.
+    cuts into single samples, because the other runs have several micro-batches as well, and
+    policies that differ in what they compute from log-probs, which layouts do not change.
     """
     if layout.startswith(("mixture", "expert")):
         runs: tuple[str, ...] = RUNS

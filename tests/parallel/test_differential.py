@@ -39,10 +39,10 @@ from tests.train_batches import groups_of, ragged_batch
 pytestmark = pytest.mark.parallel
 
 CASES_PER_START = 40
-IN_GATE = (0, 1, 4, 6, 7, 11, 19, 32, 60, 140)
+IN_GATE = (0, 1, 4, 6, 7, 11, 19, 32, 55, 60, 140)
 """Seeds of cases that together have every proximal policy, control and kind of model, both ways to
-lay out sequences, every dimension of a layout, and both optimizers. The last two are the gate's
-reference and adapters on virtual stages."""
+lay out sequences, every dimension of a layout, and both optimizers. The last three are the gate's
+control of displacements with experts, and a reference and adapters on virtual stages."""
 
 
 def chosen_seeds() -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""The control `displacement` does on every parallel layout, and in either dtype, what it does on
+"""The control `displacement` does on parallel layouts, and in either dtype, what it does on
 one rank."""
 
 import pytest

@@ -1,6 +1,6 @@
-"""Demands of 8-bit products on loading, rows, copies and checkpoints, on every way to divide a
-model: the float32 weights are the file's, longer rows change nothing, and float32 weights stand in
-for those kept in 8 bits, bit for bit."""
+"""Demands of 8-bit products on loading, rows, copies and checkpoints, on several layouts: the
+float32 weights are the file's, longer rows change nothing, and float32 weights stand in for those
+kept in 8 bits, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Recomputed activations change no gradient, no weight and no metric by a bit, and take less
-memory, on every layout."""
+memory, on several layouts."""
 
 from __future__ import annotations
 

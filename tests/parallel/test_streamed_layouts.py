@@ -1,4 +1,4 @@
-"""Batches that arrive in parts train as whole batches, on every parallel layout."""
+"""Batches that arrive in parts train as whole batches, on parallel layouts."""
 
 import pytest
 import torch

@@ -110,7 +110,9 @@ def test_a_layout_with_three_or_four_shards_takes_the_step_of_one_rank(
     found = results(width, layouts_of(width)[layout]["ranks"])[layout]
     expected = results(width, 1)[alone_of(layout)]
     assert found["ranks_agree"]
-    for run in ("controlled", "minibatches", "packed"):
+    runs = found.keys() - {"ranks_agree"}
+    assert {"controlled", "minibatches"} <= runs
+    for run in runs:
         compare_steps(found[run]["steps"], expected[run]["steps"])
         compare_weights(found[run]["weights"], expected[run]["weights"])
     norms = found["controlled"]["norms"]

@@ -6,9 +6,12 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+
+from examples.smollm2 import last_word
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "smollm2" / "real.py"
@@ -124,4 +127,43 @@ def test_both_configs_differ_only_in_their_task(example):
     other["data"]["generate"]["options"] = second["data"]["generate"]["options"]
     other["data"]["system_prompt"] = second["data"]["system_prompt"]
     other["rollout"]["reward"] = second["rollout"]["reward"]
+    other["eval"]["sets"][1]["system_prompt"] = first["data"]["system_prompt"]
+    # At its 5 % of right responses, most groups would be replaced.
+    del other["flow"]["dynamic_sampling"]
     assert other == second
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("Chad", 1.0),
+        ("The answer is: **Chad**.", 1.0),
+        ("Chad is committed to pigs.", 0.0),
+        ("Bret, Chad, Boyd", 0.0),
+        ("Chadwick", 0.0),
+        ("", 0.0),
+        (
+            "Chad is committed to pigs. Bret bears embroidery. "
+            "Who is committed to pigs? Reply only with a name.",
+            0.0,
+        ),
+    ],
+)
+def test_a_response_that_ends_with_the_name_earns_the_reward(response, reward):
+    prompt = SimpleNamespace(fields={"answer": "Chad"})
+    assert last_word.score(prompt, response) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "contained"),
+    [
+        ("7", "It is 7.", True),
+        ("7", "-7", False),
+        ("7", "17", False),
+        ("-4", "5 - 9 = -4", True),
+        ("Chad", "Chad is committed to pigs.", True),
+        ("Chad", "Chadwick", False),
+    ],
+)
+def test_a_response_contains_an_answer_that_is_a_word_of_it(example, answer, response, contained):
+    assert example.contains_answer({"answer": answer, "response": response}) is contained
