@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from examples.smollm2 import last_word
+from examples.smollm2 import answer_share
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "smollm2" / "real.py"
@@ -128,7 +128,7 @@ def test_both_configs_differ_only_in_their_task(example):
     other["data"]["system_prompt"] = second["data"]["system_prompt"]
     other["rollout"]["reward"] = second["rollout"]["reward"]
     other["eval"]["sets"][1]["system_prompt"] = first["data"]["system_prompt"]
-    # At its 5 % of right responses, most groups would be replaced.
+    # Its rewards are shares: the responses of a group rarely have the same.
     del other["flow"]["dynamic_sampling"]
     assert other == second
 
@@ -136,22 +136,17 @@ def test_both_configs_differ_only_in_their_task(example):
 @pytest.mark.parametrize(
     ("response", "reward"),
     [
-        ("Chad", 1.0),
-        ("The answer is: **Chad**.", 1.0),
-        ("Chad is committed to pigs.", 0.0),
-        ("Bret, Chad, Boyd", 0.0),
+        (" Chad\n", 1.0),
+        ("**Chad**", 0.5),
+        ("Bret, Chad, Boyd", 0.25),
         ("Chadwick", 0.0),
+        ("Bret", 0.0),
         ("", 0.0),
-        (
-            "Chad is committed to pigs. Bret bears embroidery. "
-            "Who is committed to pigs? Reply only with a name.",
-            0.0,
-        ),
     ],
 )
-def test_a_response_that_ends_with_the_name_earns_the_reward(response, reward):
+def test_the_reward_is_the_share_of_the_response_that_is_the_name(response, reward):
     prompt = SimpleNamespace(fields={"answer": "Chad"})
-    assert last_word.score(prompt, response) == reward
+    assert answer_share.score(prompt, response) == reward
 
 
 @pytest.mark.parametrize(
