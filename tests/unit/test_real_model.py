@@ -126,7 +126,8 @@ def test_both_configs_differ_only_in_their_task(example):
     other = json.loads(text)
     other["data"]["generate"]["options"] = second["data"]["generate"]["options"]
     other["data"]["system_prompt"] = second["data"]["system_prompt"]
-    other["rollout"]["reward"] = second["rollout"]["reward"]
+    for key in ("reward", "sampling"):
+        other["rollout"][key] = second["rollout"][key]
     other["eval"]["sets"][1]["system_prompt"] = first["data"]["system_prompt"]
     # Its rewards are shares: the responses of a group rarely have the same.
     del other["flow"]["dynamic_sampling"]
