@@ -1,8 +1,8 @@
 """The tests and cases that only `make test-all` runs.
 
 The gate runs every kind of test on cases that can each fail independently. `make test-all` adds
-tests that take long and rarely find more: all pairs of layouts, methods and damages, the loss of
-engines in whole runs, several machines, Slurm and the tables of studies.
+tests that take long and rarely find more: all pairs of layouts, methods and damages, whole runs
+with other settings or lost engines, several machines, Slurm and the tables of studies.
 """
 
 from __future__ import annotations

@@ -43,13 +43,13 @@ PROCESSES = (
 AT_A_TIME = 3
 """Runs of test_ways_to_run.py; most of their time is imports and waiting."""
 RESULT_S = 1500
-LOOP_STEPS = 40
+LOOP_STEPS = 16
 SYNCHRONOUS_STEPS = 5
 HELD_OUT = 12
 """Held-out prompts."""
 PER_PROMPT = 3
 """Samples of each of them in an evaluation."""
-EVERY = 10
+EVERY = 4
 """Steps between evaluations of the run that is interrupted."""
 PASS_REWARD = 0.5
 
@@ -151,7 +151,7 @@ def interrupted(
     run = workspace.folder / "runs" / "loop"
     for _ in range(5):
         process = workspace.start("train", str(config))
-        # It starts while the ranks do: 40 steps take seconds.
+        # It starts while the ranks do: the steps take seconds.
         wait_until((run / "status.json").exists, process)
         dashboard = workspace.start("dashboard", str(run), "--port", "0")
         assert dashboard.stdout is not None

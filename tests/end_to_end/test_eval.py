@@ -58,7 +58,7 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
 
 
-def test_every_tenth_version_is_evaluated_once_and_wholly_over_stop_and_resume(run: Path) -> None:
+def test_every_fourth_version_is_evaluated_once_and_wholly_over_stop_and_resume(run: Path) -> None:
     lines = evaluations(run)
     assert [line["version"] for line in lines] == VERSIONS
     assert all(

@@ -17,7 +17,7 @@ from tests.end_to_end.ways import LAG, Ended, mixed
 from tests.end_to_end.workspace import Workspace
 from tests.thorough import thorough
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.faults, pytest.mark.slow, thorough]
 
 
 @pytest.fixture
@@ -59,7 +59,6 @@ def test_a_run_whose_launcher_is_killed_saves_its_work_and_leaves_nothing(exact:
     assert latest == f"step_{orphaned.status['step']:08d}"
 
 
-@thorough
 def test_after_a_resume_the_very_responses_that_were_waiting_are_trained_on(exact: Ended) -> None:
     (stopped,) = (exact.directory / "checkpoint").glob("step_*")
     version = int(stopped.name.removeprefix("step_"))
@@ -80,8 +79,7 @@ def test_colocated_engines_do_not_sample_while_the_policy_trains(exact: Ended) -
     spans = read_timeline(exact.directory)
     training = [span for span in spans["rank 0"] if span.state == "training"]
     busy = [span for span in spans["engine-0"] if span.state == "busy"]
-    # The step in which the run ends (in the gate by its killed launcher, in `make test-all` by its
-    # stopped rank) may not come to its line.
+    # The step in which the run ends by its stopped rank may not come to its line.
     assert len(training) - len(exact.rows) in (0, 1)
     assert sum(span.seconds for span in busy) > 0
     overlap = sum(
@@ -89,8 +87,8 @@ def test_colocated_engines_do_not_sample_while_the_policy_trains(exact: Ended) -
     )
     assert overlap < 0.01
     assert any(span.state == "asleep" for span in spans["engine-0"])
-    # In every start of the run (`make test-all` has a second), the policy takes its memory back
-    # before a step, and gives it up after.
+    # In both starts of the run, the policy takes its memory back before a step, and gives it up
+    # after.
     states = [span.state for span in spans["rank 0"]]
     around = {
         (states[i - 1], states[i + 1]) for i in range(1, len(states) - 1) if states[i] == "training"
@@ -119,7 +117,6 @@ def test_a_colocated_engine_loads_what_is_lent_while_the_policy_publishes(exact:
     assert all(within)
 
 
-@thorough
 def test_a_window_with_over_sampling_balances_its_counts_within_the_bound(window: Ended) -> None:
     last = window.rows[-1]
     assert last["flow/consumed"] == 4 * last["step"]
@@ -130,14 +127,12 @@ def test_a_window_with_over_sampling_balances_its_counts_within_the_bound(window
     assert max(row["lag/start_max"] for row in window.rows) <= 2
 
 
-@thorough
 def test_a_continued_response_keeps_the_versions_of_its_beginning(
     workspace: Workspace, window: Ended
 ) -> None:
     assert mixed(workspace)
 
 
-@thorough
 def test_replay_trains_on_stored_responses_of_any_age(replay: Ended) -> None:
     assert replay.rows[-1]["flow/replayed"] > 0
     assert max(row["lag/start_max"] for row in replay.rows) > 1, (
@@ -146,7 +141,6 @@ def test_replay_trains_on_stored_responses_of_any_age(replay: Ended) -> None:
     assert all(row["flow/consumed"] == 4 * row["step"] for row in replay.rows)
 
 
-@thorough
 @pytest.mark.parametrize(("way", "name"), [("window", "controller"), ("exact", "rank 0")])
 def test_a_stopped_process_ends_the_run_and_is_named(
     runs: dict[str, Future[Ended]], way: str, name: str
@@ -164,7 +158,6 @@ def test_a_stopped_process_ends_the_run_and_is_named(
     assert ended.left == []
 
 
-@thorough
 def test_a_reward_that_never_returns_ends_the_run_if_configured(replay: Ended) -> None:
     """Rewards that raise: tests/loop."""
     assert replay.code == 1

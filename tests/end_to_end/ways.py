@@ -2,10 +2,10 @@
 apart by settings alone. Each shows first what its settings do, and then how it ends when something
 of it is killed, stopped or broken.
 
-    exact    colocated, its weights shared; its launcher is killed; in `make test-all` it is started
-             again, and then its rank is stopped
-    window   in `make test-all`: from a converted model, with two ranks; its controller is stopped
-    replay   in `make test-all`: its reward no longer returns, which by the config ends the run
+    exact    colocated, its weights shared; its launcher is killed; it is started again, and then
+             its rank is stopped
+    window   from a converted model, with two ranks; its controller is stopped
+    replay   its reward no longer returns, which by the config ends the run
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import psutil
 
 from megatron_async_rl.launch.run_lock import RunDirectoryError, lock_run_dir
 from tests.end_to_end.workspace import Workspace, alive, started_by, wait_until
-from tests.thorough import THOROUGH, chosen
 
 STEPS, LAG = 8, 2
 """Steps that a run makes at least before it is brought to its end."""
@@ -31,49 +30,46 @@ STILL_S = 30
 """watchdog.timeout_s of the runs that hang."""
 STILL = {"watchdog": {"timeout_s": STILL_S}}
 SOON = {"unresponsive_s": STILL_S - 2}
-WAYS: dict[str, dict[str, Any]] = chosen(
-    {
-        "exact": {
-            "flow": {"async_ratio": LAG, "selection": {"name": "exact_lag", "lag": LAG}},
-            "rollout": {
-                "placement": "colocated",
-                "reward": {"name": "flaky_reward:varied", "timeout_s": STILL_S - 2},
-                "sampling": {"max_tokens": 24},
-                **SOON,
-            },
-            "weights": {"transport": "cuda_ipc", "bucket_mib": 1},
-            "policy": ONE_RANK,
-            **STILL,
+WAYS: dict[str, dict[str, Any]] = {
+    "exact": {
+        "flow": {"async_ratio": LAG, "selection": {"name": "exact_lag", "lag": LAG}},
+        "rollout": {
+            "placement": "colocated",
+            "reward": {"name": "flaky_reward:varied", "timeout_s": STILL_S - 2},
+            "sampling": {"max_tokens": 24},
+            **SOON,
         },
-        "window": {
-            "flow": {
-                "async_ratio": 1.5,
-                "selection": "windowed",
-                "oversample": 0.5,
-                "late": "drop",
-            },
-            "rollout": {
-                "in_flight": "recompute",
-                "reward": {"name": "flaky_reward:varied", "timeout_s": STILL_S - 2},
-                "sampling": {"max_tokens": 48},
-                **SOON,
-            },
-            "policy": TWO_RANKS,
-            "model": {"path": "converted"},
-            **STILL,
-        },
-        "replay": {
-            "flow": {"async_ratio": 1, "selection": {"name": "replay", "recent": 0.3}},
-            "rollout": {
-                "reward": {"name": "flaky_reward:until_stuck", "timeout_s": 20, "on_error": "stop"}
-            },
-            "objective": {"loss": "trajectory_balance", "advantage": "none", "reference": {}},
-            "data": {"train": "four.jsonl"},
-            "policy": ONE_RANK,
-        },
+        "weights": {"transport": "cuda_ipc", "bucket_mib": 1},
+        "policy": ONE_RANK,
+        **STILL,
     },
-    "exact",
-)
+    "window": {
+        "flow": {
+            "async_ratio": 1.5,
+            "selection": "windowed",
+            "oversample": 0.5,
+            "late": "drop",
+        },
+        "rollout": {
+            "in_flight": "recompute",
+            "reward": {"name": "flaky_reward:varied", "timeout_s": STILL_S - 2},
+            "sampling": {"max_tokens": 48},
+            **SOON,
+        },
+        "policy": TWO_RANKS,
+        "model": {"path": "converted"},
+        **STILL,
+    },
+    "replay": {
+        "flow": {"async_ratio": 1, "selection": {"name": "replay", "recent": 0.3}},
+        "rollout": {
+            "reward": {"name": "flaky_reward:until_stuck", "timeout_s": 20, "on_error": "stop"}
+        },
+        "objective": {"loss": "trajectory_balance", "advantage": "none", "reference": {}},
+        "data": {"train": "four.jsonl"},
+        "policy": ONE_RANK,
+    },
+}
 
 
 @dataclass
@@ -120,11 +116,6 @@ def run(workspace: Workspace, name: str) -> Ended:
     if name == "exact":
         wait_until(lambda: len(workspace.metrics(name)) >= steps, process)
         orphaned = orphan(directory, process)
-        if not THOROUGH:
-            rows = workspace.metrics(name)
-            return Ended(
-                process.returncode, "", orphaned.pid, orphaned.left, directory, rows, orphaned
-            )
         steps += orphaned.status["step"]
         process = workspace.start("train", str(config))
     if name == "window":

@@ -15,10 +15,10 @@ import torch
 from tests.gpu.test_train_step import cosine, flat
 from tests.parallel import layouts
 from tests.parallel.ranks import run_ranks
-from tests.thorough import THOROUGH
+from tests.thorough import thorough
 
-pytestmark = pytest.mark.parallel
-DONE = ("packed", "narrow", "mixture") if THOROUGH else ("packed", "narrow")
+pytestmark = [pytest.mark.parallel, thorough]
+DONE = ("packed", "narrow", "mixture")
 ROUNDING = 2.0**-8
 """Rounding of bfloat16: unfused weight gradients are rounded in each micro-batch."""
 

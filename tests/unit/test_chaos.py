@@ -28,6 +28,7 @@ from tests.chaos.faults import DamageFault
 from tests.chaos.histories import ComponentHistory, draw_settings, run_history
 from tests.chaos.invariants import FlowLaw, ViolationKind, broken
 from tests.chaos.record import FaultRecord
+from tests.thorough import thorough
 from tests.unit.flow_setup import flow
 
 Rows = list[dict[str, Any]]
@@ -35,7 +36,9 @@ STEPS = 5
 LAW = FlowLaw(steps=STEPS, prompts_per_step=2, group_size=2, async_ratio=1.0)
 
 
-@pytest.mark.parametrize("first", [1, 101, 201])
+@pytest.mark.parametrize(
+    "first", [1, pytest.param(101, marks=thorough), pytest.param(201, marks=thorough)]
+)
 def test_histories_with_crashes_and_losses_keep_every_invariant(first: int) -> None:
     results = [run_history(seed) for seed in range(first, first + 4)]
     assert {one.seed: one.violations for one in results if one.violations} == {}

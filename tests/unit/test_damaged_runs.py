@@ -2,8 +2,8 @@
 of another kind, a command names the file in its error, or continues without it; it never ends with
 a traceback.
 
-Each pair of command and file is tested with one kind of damage, which varies between pairs.
-MAR_TESTS=all (`make test-all`) tests every kind.
+The gate tests every second pair of command and file, with one kind of damage, which varies between
+pairs. MAR_TESTS=all (`make test-all`) tests every pair with every kind.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def test_no_command_ends_with_a_traceback(
     file, failures = FILES[place], []
     for number, command in enumerate(COMMANDS):
         read = READS.get(command, ("",))
-        if not file.startswith(read):
+        if not file.startswith(read) or (not THOROUGH and (place // 2 + number) % 2):
             continue
         for damage in _damages(intact.with_name("original") / "out" / file, place + number):
             try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import thorough
 from tests.written_run import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +131,9 @@ def test_a_config_passes_through_a_locale_that_lacks_its_characters(config: Path
     assert done.stdout.decode("ascii").strip() == ascii(PROMPT)
 
 
-@pytest.mark.parametrize("encoding", ["", "gbk:strict", "latin-1:strict"])
+@pytest.mark.parametrize(
+    "encoding", ["", pytest.param("gbk:strict", marks=thorough), "latin-1:strict"]
+)
 def test_output_that_the_locale_lacks_is_replaced(config: Path, encoding: str) -> None:
     override = f"data.prompt_key={PROMPT}" if encoding else "data.prompt_key=nothing"
     command = ["-m", "megatron_async_rl", "plan", str(config), override]

@@ -35,7 +35,7 @@ from tests.cases import looped
 from tests.mar_command import mar
 from tests.published_models import write_config
 from tests.reward_trials import untried_rewards
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, thorough
 from tests.written_run import write_model, write_prompts
 
 
@@ -244,7 +244,12 @@ ANSWERS = [
         *(pytest.param(answer, True, id=f"{answer}-chat") for answer in ANSWERS),
         # Without a template, only environments are configured in another way.
         *(
-            pytest.param(answer, False, id=f"{answer}-text")
+            pytest.param(
+                answer,
+                False,
+                id=f"{answer}-text",
+                marks=thorough if answer in ENVIRONMENTS else (),
+            )
             for answer in ("math", *ENVIRONMENTS, "asked_files:Game")
         ),
     ],

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_async_rl.data import DataError, PromptSource, SupervisedSource, read_prompts
 from megatron_async_rl.samples import Prompt
 from tests.cases import looped
+from tests.thorough import thorough
 from tests.train_batches import groups_of, samples_in
 
 
@@ -131,6 +132,7 @@ def test_a_data_error_survives_pickling() -> None:
     assert str(error) == "a.jsonl:3: is wrong\n  fix: right it"
 
 
+@thorough
 def test_a_hundred_thousand_lines_are_read_in_seconds(tmp_path: Path) -> None:
     path = written(
         tmp_path,

@@ -30,6 +30,7 @@ from tests.cases import looped
 from tests.ports import free_ports
 from tests.published_models import PUBLISHED, write_config
 from tests.reward_trials import untried_rewards
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "recipes"
@@ -155,6 +156,7 @@ DIVISIONS = re.findall(
 )
 
 
+@thorough
 @looped("gigabytes", [80, 141])
 @looped(("nodes", "trainer_nodes", "overrides"), DIVISIONS)
 @looped("name", [name for name in NAMES if "_32b" in name])

@@ -48,6 +48,7 @@ from megatron_async_rl.samples.segments import load, read_batches, read_entries,
 from megatron_async_rl.samples.types import Prompt, Sample
 from megatron_async_rl.simulate.calibrate import _read_samples
 from tests.parallel.ranks import FORKS
+from tests.thorough import examples
 from tests.train_batches import row
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.flow_setup import TrainedGroup, controller_of, flow, position, run, stage, train
@@ -372,7 +373,7 @@ def test_a_flipped_bit_or_a_cut_is_damage_or_changes_nothing(tmp_path: Path, clo
     for table in ("samples", "outcomes"):
         path = path_of(folder, table, 0, ending)  # type: ignore[arg-type]
         content = path.read_bytes()
-        bits = range(0, 8 * len(content), 8 * len(content) // 150 + 1)
+        bits = range(0, 8 * len(content), 8 * len(content) // examples(150, 40) + 1)
         for bit in (
             *bits,
             *range(8 * HEADER_BYTES),
@@ -381,7 +382,7 @@ def test_a_flipped_bit_or_a_cut_is_damage_or_changes_nothing(tmp_path: Path, clo
             path.write_bytes(flipped(content, bit))
             with pytest.raises(SegmentBroken, match="is damaged"):
                 everything(tmp_path)
-        for length in range(0, len(content), len(content) // 50 + 1):
+        for length in range(0, len(content), len(content) // examples(50, 20) + 1):
             path.write_bytes(content[:length])
             if closed:
                 with pytest.raises(SegmentBroken, match="before its end mark"):

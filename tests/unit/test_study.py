@@ -212,6 +212,7 @@ def test_paths_in_a_grid_are_relative_to_its_folder(
     assert f'data={{"eval": {json.dumps(str(tmp_path / "e.jsonl"))}}}' in run.overrides
 
 
+@thorough
 def test_finished_runs_are_skipped_and_new_runs_start(tmp_path: Path, stand_in: Path) -> None:
     grid = write_grid(tmp_path)
     assert run_study(grid, "fresh", jobs=1)[0] == 0
@@ -225,6 +226,7 @@ def test_finished_runs_are_skipped_and_new_runs_start(tmp_path: Path, stand_in: 
     assert (about["exit_code"], about["jobs"]) == (0, 2)
 
 
+@thorough
 def test_a_failure_is_counted_and_kept_and_stops_no_other_run(
     tmp_path: Path, stand_in: Path
 ) -> None:
@@ -333,6 +335,7 @@ def test_only_one_study_at_a_time_uses_a_runs_folder(tmp_path: Path, stand_in: P
     assert run_study(grid)[0] == 0
 
 
+@thorough
 def test_runs_of_a_killed_study_keep_its_folder_locked(tmp_path: Path, stand_in: Path) -> None:
     grid = write_grid(tmp_path, seeds=(9,))
     run = runs_of(read_grid(grid), ["fresh"])[0]

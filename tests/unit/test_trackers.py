@@ -23,6 +23,7 @@ from megatron_async_rl.metrics.trackers import (
     identity_problems,
     open_trackers,
 )
+from tests.thorough import thorough
 from tests.written_run import config_tree
 
 CONFIG = {"policy": {"optimizer": {"lr": 1e-3}}, "controls": [{"name": "gac"}]}
@@ -116,7 +117,10 @@ def read_trackio(run_dir: Path) -> Read:
     return read
 
 
-@pytest.mark.parametrize("name", TRACKERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=thorough) if one == "mlflow" else one for one in TRACKERS],
+)
 def test_a_tracker_has_every_number_and_a_resume_continues_its_run(run_dir, name):
     track(run_dir, name, range(1, 4))
     # wandb names a folder by the current second, which may be the same for both.
