@@ -52,12 +52,12 @@ real: setup
 
 test: setup
 	@cd "$(ROOT)"
-	"$$VENV/bin/python" -m pytest --numprocesses=2 --durations=15
+	"$$VENV/bin/python" -m pytest --numprocesses=3 --durations=15
 
 test-all: setup
 	@cd "$(ROOT)"
 	export MAR_TESTS=all
-	"$$VENV/bin/python" -m pytest --numprocesses=2 --durations=30
+	"$$VENV/bin/python" -m pytest --numprocesses=3 --durations=30
 	"$$VENV/bin/python" -m tests.mutation.run
 	$(MAKE) -f "$(ROOT)/Makefile" chaos
 	[[ "$$(id -u)" != 0 ]] || "$$VENV/bin/python" -m pytest tests/network
@@ -65,7 +65,7 @@ test-all: setup
 
 durations: setup
 	@cd "$(ROOT)"
-	"$$VENV/bin/python" -m pytest --numprocesses=2 --record-durations
+	"$$VENV/bin/python" -m pytest --numprocesses=3 --record-durations
 
 gpu-tests:
 	@cd "$(ROOT)"
