@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import struct
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,6 +33,8 @@ Read = Mapping[str, Mapping[int, float]]
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # wandb makes folders for media and artifacts, and removes none of them.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
