@@ -37,6 +37,8 @@ class FaultyDisk:
         self._chance = chance
         self._crash_at: int | None = None
         self._dead = False
+        self._files: list[Any] = []
+        """Opened for writing. A process that dies here does not close them."""
         self.on_death: Callable[[], object] = lambda: None
 
     def start(self, crash_at: int | None) -> None:
@@ -56,7 +58,15 @@ class FaultyDisk:
             for name in ("fsync", "replace", "rename"):
                 held.enter_context(mock.patch.object(os, name, getattr(self, f"_{name}")))
             held.enter_context(mock.patch.object(Path, "unlink", self._unlink()))
+            held.callback(self._close_files)
             yield
+
+    def _close_files(self) -> None:
+        """Close what the dead processes left open, or a later test has the warnings. Buffers are
+        empty: `write` flushes."""
+        for file in self._files:
+            file.close()
+        self._files.clear()
 
     def _reach(self, *, writes: bool = False) -> None:
         """Count one operation. Raises Crash, or OSError if it `writes` to a full disk."""
@@ -78,7 +88,8 @@ class FaultyDisk:
             if mode.startswith("r"):
                 return real(path, mode, *arguments, **options)
             self._reach(writes=True)
-            return _FaultyFile(self, real(path, mode, *arguments, **options))
+            self._files.append(real(path, mode, *arguments, **options))
+            return _FaultyFile(self, self._files[-1])
 
         return opened
 

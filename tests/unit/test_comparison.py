@@ -139,7 +139,7 @@ def test_every_run_has_its_own_colour_and_line_style(tmp_path: Path) -> None:
     assert len(styles) == len(runs)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 def test_the_page_and_the_picture_are_written_to_the_folder_of_the_runs(
     tmp_path: Path, two: tuple[Path, Path]
 ) -> None:

@@ -213,7 +213,7 @@ def page(run_dir: Path) -> str:
     return page_of(read_run(run_dir)).as_html()
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 @pytest.mark.parametrize("steps", [1, 2, 40])
 def test_a_run_of_any_length_has_a_picture_and_a_page(tmp_path: Path, steps: int) -> None:
     html_path, png_path = write_report(sampled_run(tmp_path / "demo", steps))
@@ -231,7 +231,7 @@ def test_a_run_of_any_length_has_a_picture_and_a_page(tmp_path: Path, steps: int
     assert "0.310 → 0.910" in text_of(text)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 def test_every_evaluation_of_the_run_is_drawn_at_its_version(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "evaluated", 8)
     assert "Held-out prompts" not in drawn_in(page(run))
@@ -254,7 +254,7 @@ def test_every_evaluation_of_the_run_is_drawn_at_its_version(tmp_path: Path) -> 
     assert passed == {"pass@1": [0.25, 0.375, 0.5], "pass@8": [None, 0.75, 0.875]}
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 @pytest.mark.parametrize("steps", [1, 40])
 def test_the_report_shows_the_activity_of_each_engine(tmp_path: Path, steps: int) -> None:
     html_path, png_path = write_report(fleet_run(tmp_path / "fleet", steps))
@@ -560,7 +560,7 @@ def test_only_the_pages_own_script_may_run(tmp_path: Path) -> None:
     assert rules["script-src"] == f"'sha256-{digest}'"
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 @pytest.mark.parametrize("steps", [1, 40])
 def test_a_supervised_run_reports_its_loss_and_no_reward(tmp_path: Path, steps: int) -> None:
     html_path, png_path = write_report(supervised_run(tmp_path / "warm", steps))

@@ -33,7 +33,7 @@ Read = Mapping[str, Mapping[int, float]]
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    # wandb makes folders for media and artifacts, and removes none of them.
+    # wandb makes folders for media and artifacts and does not remove them.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
