@@ -22,6 +22,7 @@ This file imports only the standard library, because Ray starts it as a program 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -149,6 +150,16 @@ def started_by(address: str | None, requesters: Collection[int]) -> set[int]:
         with connection.makefile("rb") as answer:
             return set(json.load(answer))
     return set()
+
+
+def has_ended(kind: Kind) -> bool:
+    """Return True if this process has the address of a server of `kind` that has ended."""
+    address = address_of(kind)
+    if address is None:
+        return False
+    with socket.socket(socket.AF_UNIX) as connection:
+        # A server that is busy with its imports accepts the connection later.
+        return connection.connect_ex(address) in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def _send(

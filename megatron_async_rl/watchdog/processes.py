@@ -60,6 +60,31 @@ def descendants() -> set[int]:
     return found | forked
 
 
+def ended_ray_servers() -> list[str]:
+    """Describe each of Ray's servers that this process started and that has ended, one sentence
+    each."""
+    from ray._private import worker
+
+    node = worker._global_node  # None without Ray; has no processes if the run joined a cluster
+    return [
+        f"Ray's {name} (pid {server.pid}) has ended{_by_signal(server.returncode)}."
+        for name, server in (node.dead_processes() if node is not None else ())
+    ]
+
+
+def ended_servers() -> list[str]:
+    """Describe each server that has ended and with which other processes end, one sentence each:
+    Ray's servers, and the fork server of engines."""
+    found = ended_ray_servers()
+    if preloaded.has_ended("engines"):
+        found.append("The fork server of engines has ended, and with it the processes it forked.")
+    return found
+
+
+def _by_signal(code: int | None) -> str:
+    return f" by {signal.Signals(-code).name}" if code is not None and code < 0 else ""
+
+
 def condition(pid: int, written_at: float | None = None) -> str | None:
     """Return the kernel's state of the process: `sleeping`, `stopped`, `disk-sleep`, ...; None if
     it has ended.

@@ -46,7 +46,7 @@ from megatron_async_rl.watchdog.host_memory import (
     kernel_shortage,
     look_for_kernel_kills,
 )
-from megatron_async_rl.watchdog.processes import condition
+from megatron_async_rl.watchdog.processes import condition, ended_ray_servers, ended_servers
 from megatron_async_rl.watchdog.progress_monitor import FOLDER, ProgressMonitor, write_whole
 
 BEAT_S = 1.0
@@ -336,6 +336,12 @@ class ProcessDied(RuntimeError):
         self.outside = outside
 
 
+class ServerEnded(ProcessDied):
+    """A server that the run started and that all its processes need has ended."""
+
+    consequence = False
+
+
 class KilledForMemory(ProcessDied):
     """Ray or the kernel ended the process that should answer, because host memory ran out."""
 
@@ -357,7 +363,9 @@ def _ended(error: BaseException, waited: str = "") -> ProcessDied:
     # A possible kill is mentioned, but does not change the kind of failure.
     if kernel is not None and kernel.certain:
         return KilledForMemory(f"{reason} {kernel.message}", outside=True)
-    reason += f" {kernel.message}" if kernel is not None else ""
+    # The servers of another machine are not visible here.
+    servers = ended_servers() if _was_here(str(error)) else []
+    reason = " ".join([reason, *([kernel.message] if kernel is not None else []), *servers])
     return ProcessDied(reason, outside=bool(getattr(error, "preempted", False)))
 
 
@@ -425,6 +433,9 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
     import ray
 
     look_for_kernel_kills()
+    # Ray notices the end of its own servers after 15 to 60 s.
+    if ended := ended_ray_servers():
+        raise ServerEnded(f"{this_process()} needs {name}. {' '.join(ended)}", outside=True)
     with waiting(name, timeout_s):
         try:
             return ray.get(ref, timeout=timeout_s)
@@ -432,10 +443,8 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
             # Without the context, which repeats the remote traceback.
             raise remote_cause(error) from None
         except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:
-            waited = (
-                f"{this_process()} waited for {name}, and the process that should answer is dead: "
-            )
-            raise _ended(error, waited) from None
+            waited = f"{this_process()} waited for {name}, and the process that should answer is"
+            raise _ended(error, f"{waited} dead: ") from None
 
 
 async def answer_of(call: Any) -> Any:

@@ -118,6 +118,7 @@ class DiskFault:
             finally:
                 ballast.unlink()
             return
+        place.mkdir(exist_ok=True)  # a checkpoint folder is made with the first checkpoint
         subprocess.run(["chattr", "+i", place], check=True)
         try:
             yield

@@ -9,8 +9,10 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +37,12 @@ from megatron_async_rl.watchdog.events import (
 from megatron_async_rl.watchdog.host_memory import Shortage
 from megatron_async_rl.watchdog.logs import Cause, judge, survived, tail
 from megatron_async_rl.watchdog.processes import PARENT, RUN_ID_VARIABLE
-from megatron_async_rl.watchdog.watch import DeadlineExceeded, KilledForMemory, ProcessDied
+from megatron_async_rl.watchdog.watch import (
+    DeadlineExceeded,
+    KilledForMemory,
+    ProcessDied,
+    ServerEnded,
+)
 
 
 class Clock:
@@ -387,6 +394,66 @@ def test_errors_of_actors_are_those_of_their_processes(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ray, "get", lambda ref, timeout: 4)
     assert (watch.ray_get("r", "it", 9.0), asyncio.run(watch.answer_of(fine()))) == (4, 3)
+
+
+def ended_process(number: signal.Signals) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(["sleep", "1000"])
+    process.send_signal(number)
+    process.wait()
+    return process
+
+
+def test_a_wait_ends_at_once_if_a_server_of_ray_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    raylet = ended_process(signal.SIGKILL)
+    with subprocess.Popen(["sleep", "1000"]) as gcs:
+        servers = {"gcs_server": [gcs], "raylet": [raylet]}
+        node = SimpleNamespace(
+            all_processes={
+                name: [SimpleNamespace(process=one) for one in own] for name, own in servers.items()
+            }
+        )
+        node.dead_processes = lambda: ray._private.node.Node.dead_processes(node)
+        monkeypatch.setattr(ray._private.worker, "_global_node", node)
+        asked: list[str] = []
+        monkeypatch.setattr(ray, "get", lambda ref, timeout: asked.append(ref))
+        named = f"Ray's raylet (pid {raylet.pid}) has ended by SIGKILL."
+        with pytest.raises(ServerEnded, match=f"needs it. {re.escape(named)}$") as raised:
+            watch.ray_get("r", "it", 9.0)
+        assert (asked, raised.value.consequence, raised.value.outside) == ([], False, True)
+
+        del node.all_processes["raylet"]
+        watch.ray_get("r", "it", 9.0)
+        assert asked == ["r"]
+        gcs.terminate()
+
+
+def test_the_loss_of_an_actor_names_the_server_that_ended_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def reason() -> str:
+        with pytest.raises(ProcessDied) as raised:
+            asyncio.run(watch.answer_of(lost()))
+        return str(raised.value)
+
+    async def lost() -> None:
+        raise Died()
+
+    monkeypatch.setattr(watch, "kernel_shortage", lambda pids: None)
+    monkeypatch.setattr(ray._private.worker, "_global_node", None)
+    monkeypatch.chdir(tmp_path)  # a short name for the socket
+    alone = reason()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("server")
+        server.listen()
+        monkeypatch.setenv(f"{preloaded.VARIABLE}ENGINES", "server")
+        assert reason() == alone
+    assert reason() == (
+        f"{alone} The fork server of engines has ended, and with it the processes it forked."
+    )
+    Path("server").unlink()
+    assert reason() != alone
+    monkeypatch.setattr(watch, "_was_here", lambda text: False)
+    assert reason() == alone, "an actor of another machine"
 
 
 def test_a_child_dies_with_the_parent_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
