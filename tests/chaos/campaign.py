@@ -23,10 +23,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.compute as pc
+
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import read_metrics
 from megatron_async_rl.policy.checkpoint_folder import newest, require_whole
-from megatron_async_rl.samples.frames import SegmentBroken
+from megatron_async_rl.samples.frames import SegmentBroken, numbers_in, replace_whole
+from megatron_async_rl.samples.segments import payload_of, read_batches
 from tests.chaos import record
 from tests.chaos.faults import TOLERATED, DamageFault, DiskFault, ProcessFault, draw
 from tests.chaos.invariants import FlowLaw, Violation, ViolationKind, broken
@@ -267,6 +270,8 @@ class Campaign:
             content = path.read_bytes()[len(damaged) :]
             if path.suffix == ".segment" or fault.flip:
                 path.write_bytes(copy.read_bytes() + content)
+            if path.name.startswith("outcomes-"):
+                remove_repeated(path)
         return True
 
     # The end
@@ -332,6 +337,24 @@ class Campaign:
         )
         if "identical bits" not in done.stdout:
             self._violation("lost", f"mar replay: {(done.stdout + done.stderr)[-300:]}")
+
+
+def remove_repeated(path: Path) -> None:
+    """Remove from a segment of outcomes the rows after the checkpoint with which a later start
+    began. That start removes them from every file that is intact, and writes its own rows with
+    their numbers; this file was damaged then, so it still has them."""
+    own = int(path.stem.partition("-")[2])
+    later = [
+        pc.min(batch["seq"]).as_py()
+        for number in numbers_in(path.parent)
+        if number > own
+        for _, batch in read_batches(path.parent, "outcomes", number)
+        if len(batch)
+    ]
+    if later:
+        batches = [batch for _, batch in read_batches(path.parent, "outcomes", own)]
+        kept = [batch.filter(pc.less(batch["seq"], min(later))) for batch in batches]
+        replace_whole(path, map(payload_of, kept))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from typing import Any, get_args
 import pyarrow as pa
 import pytest
 
+from megatron_async_rl.config.schema import SamplesConfig
+from megatron_async_rl.flow.sample_log import SampleLogWriter
 from megatron_async_rl.samples.columns import LOGGED
 from megatron_async_rl.samples.frames import (
     FOLDER,
@@ -23,6 +25,7 @@ from megatron_async_rl.samples.frames import (
 )
 from megatron_async_rl.samples.segments import OUTCOMES, payload_of, read_table
 from tests.chaos import faults, histories, record
+from tests.chaos.campaign import remove_repeated
 from tests.chaos.disk import Crash, FaultyDisk
 from tests.chaos.faults import DamageFault
 from tests.chaos.histories import ComponentHistory, draw_settings, run_history
@@ -248,6 +251,30 @@ def test_damage_changes_one_bit_or_the_length(tmp_path: Path) -> None:
         content = file.read_bytes()
         bits = sum(byte.bit_count() for byte in content)
         assert (len(content), bits) == (64, 1) if flip else len(content) < 64
+
+
+def test_a_repaired_file_does_not_repeat_the_numbers_of_a_later_start(tmp_path: Path) -> None:
+    def start(position: int, rows: int) -> None:
+        log = SampleLogWriter(tmp_path, SamplesConfig())
+        log.begin(position)
+        for group in range(position, position + rows):
+            log.admitted(group, 1)
+        log.close()
+
+    def groups() -> list[int]:
+        return sorted(read_table(tmp_path, "outcomes")["group"].to_pylist())
+
+    start(0, 10)
+    damaged = path_of(tmp_path / FOLDER, "outcomes", 0)
+    intact = damaged.read_bytes()
+    damaged.write_bytes(intact[:-20])
+    start(8, 4)
+    damaged.write_bytes(intact)
+    assert groups() == [*range(8), 8, 8, 9, 9, 10, 11]
+    remove_repeated(damaged)
+    assert groups() == list(range(12))
+    remove_repeated(path_of(tmp_path / FOLDER, "outcomes", 1))
+    assert groups() == list(range(12))
 
 
 def test_each_column_of_the_record_is_a_kind_of_violation() -> None:
