@@ -15,17 +15,6 @@ from typing import Any, Literal
 import pytest
 import torch
 from pydantic import ValidationError
-from vllm import AsyncEngineArgs
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.config.quantization import _ONLINE_SHORTHANDS
-from vllm.model_executor.layers.linear import ColumnParallelLinear
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
-from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    UnquantizedEmbeddingMethod,
-)
 
 from megatron_async_rl.config.engine_options import (
     BREAKS,
@@ -42,14 +31,9 @@ from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.policy.parameters import safetensor_files
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.rollout.vllm import engine_arguments as arguments
-from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
 from megatron_async_rl.rollout.vllm.plugin import environment
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_run
-
-KNOWN = tuple({*QUANTIZATION_METHODS, *_ONLINE_SHORTHANDS})
-"""All values of vLLM's option `quantization`."""
 
 
 def spec_with(tmp_path: Path, device: Literal["cpu", "cuda"] = "cpu", **vllm: Any) -> EngineSpec:
@@ -69,6 +53,8 @@ def spec_with(tmp_path: Path, device: Literal["cpu", "cuda"] = "cpu", **vllm: An
 
 
 def test_mistrals_own_files_are_read_by_neither_policy_nor_engine(tmp_path: Path) -> None:
+    from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
+
     own = save_tiny_model(tmp_path / "own", "mistral", sliding_window=7)
     shutil.copy(own / "model.safetensors", own / "consolidated.safetensors")
     assert [file.name for file in safetensor_files(own)] == ["model.safetensors"]
@@ -79,6 +65,9 @@ def test_mistrals_own_files_are_read_by_neither_policy_nor_engine(tmp_path: Path
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_an_argument_that_the_package_sets_is_refused_in_the_config(tmp_path, monkeypatch, device):
+    from megatron_async_rl.rollout.vllm import engine_arguments as arguments
+    from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
+
     own: dict[str, Any] = {}
 
     @dataclasses.dataclass  # `engine_arguments` reads its fields
@@ -93,18 +82,24 @@ def test_an_argument_that_the_package_sets_is_refused_in_the_config(tmp_path, mo
 
 
 def test_every_refused_name_is_an_option_of_vllm():
+    from vllm import AsyncEngineArgs
+
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     patterns = [*OWNED, *BREAKS, *BREAKS_ON_CPU]
     assert [one for one in patterns if not fnmatch.filter(known, one)] == []
 
 
 def test_the_preflight_reads_vllms_options_without_importing_vllm():
+    from vllm import AsyncEngineArgs
+
     fields = dataclasses.fields(AsyncEngineArgs)
     assert vllm_arguments().keys() == {field.name for field in fields}
     assert vllm_arguments()["max_num_batched_tokens"] == "int | None"
 
 
 def test_no_default_of_vllm_counts_as_a_wrong_value():
+    from vllm import AsyncEngineArgs
+
     known = vllm_arguments()
     defaults = AsyncEngineArgs()
     wrong = [n for n in known if wrong_value(n, getattr(defaults, n), known[n]) is not None]
@@ -112,14 +107,22 @@ def test_no_default_of_vllm_counts_as_a_wrong_value():
 
 
 def test_an_option_of_the_config_reaches_vllm(tmp_path: Path) -> None:
+    from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
+
     found = engine_arguments(spec_with(tmp_path, max_num_batched_tokens=4096, block_size=32))
     assert (found.max_num_batched_tokens, found.block_size) == (4096, 32)
 
 
 def test_only_quantization_during_the_load_is_permitted(tmp_path: Path) -> None:
+    from vllm.config.quantization import _ONLINE_SHORTHANDS
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
+
+    values = {*QUANTIZATION_METHODS, *_ONLINE_SHORTHANDS}
     for device, known in (("cpu", QUANTISED_AS_LOADED[:1]), ("cuda", QUANTISED_AS_LOADED)):
-        refused = [name for name in KNOWN if dict(refused_options({"quantization": name}, device))]
-        assert set(KNOWN) - set(refused) == set(known)
+        refused = {name for name in values if dict(refused_options({"quantization": name}, device))}
+        assert values - refused == set(known)
     assert set(QUANTISED_AS_LOADED) < set(_ONLINE_SHORTHANDS)
     found = engine_arguments(spec_with(tmp_path, quantization="fp8_per_channel"))
     assert found.quantization == "fp8_per_channel"
@@ -128,6 +131,8 @@ def test_only_quantization_during_the_load_is_permitted(tmp_path: Path) -> None:
 
 
 def test_an_engine_has_a_worker_per_pipeline_stage_and_tensor_shard(tmp_path: Path) -> None:
+    from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
+
     spec = spec_with(tmp_path, enable_expert_parallel=True)
     rollout = spec.rollout.model_copy(update={"tensor": 2, "pipeline": 3})
     found = engine_arguments(replace(spec, rollout=rollout))
@@ -138,6 +143,8 @@ def test_an_engine_has_a_worker_per_pipeline_stage_and_tensor_shard(tmp_path: Pa
 
 
 def test_an_engine_refuses_an_option_that_its_vllm_lacks(tmp_path: Path) -> None:
+    from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
+
     with pytest.raises(UserError, match="max_num_batched_tokens") as refused:
         engine_arguments(spec_with(tmp_path, max_batched_tokens=4096))
     assert refused.value.problems[0].key == "rollout.vllm.max_batched_tokens"
@@ -149,6 +156,8 @@ def test_logits_of_a_bfloat16_model_are_computed_in_float32(
     tmp_path: Path, tied: bool, quantization: str | None
 ) -> None:
     """Neighbouring bfloat16 numbers between 16 and 32 differ by 0.125."""
+    from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
+
     path = save_tiny_model(tmp_path / "model", tied=tied, dtype="bfloat16")
     spec = replace(spec_with(path, quantization=quantization), dtype="bfloat16")
     found = engine_arguments(spec).create_model_config()
@@ -158,12 +167,19 @@ def test_logits_of_a_bfloat16_model_are_computed_in_float32(
 @pytest.mark.parametrize("name", QUANTISED_AS_LOADED)
 def test_a_quantized_engine_does_not_quantize_its_output_layer(name: str) -> None:
     """vLLM cannot compute float32 logits with a quantized output layer."""
+    from vllm.config.quantization import _ONLINE_SHORTHANDS
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
     config = OnlineQuantizationConfig(_ONLINE_SHORTHANDS[name])
     assert config.resolve_quant_method_cls(ParallelLMHead, "lm_head") is None
     assert config.resolve_quant_method_cls(ColumnParallelLinear, "layer") is not None
 
 
 def test_a_float32_engine_has_no_override_for_its_logits(tmp_path: Path) -> None:
+    from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
+
     path = save_tiny_model(tmp_path / "model")
     found = engine_arguments(spec_with(path)).create_model_config()
     assert found.head_dtype == found.dtype == torch.float32
@@ -172,6 +188,10 @@ def test_a_float32_engine_has_no_override_for_its_logits(tmp_path: Path) -> None
 
 def test_float32_logits_of_a_bfloat16_model_are_precise() -> None:
     """The test calls vLLM's own layer with the engine's setting."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     with set_current_vllm_config(VllmConfig()):
         layer = LogitsProcessor(32)

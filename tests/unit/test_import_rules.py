@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
+import pytest
 
 ROOT = Path(__file__).parents[2]
 HEAVY = (
@@ -127,3 +128,9 @@ def test_no_function_of_a_module_only_forwards():
 def test_a_forwarder_is_found():
     source = 'def f(a, *, b):\n    """Does."""\n    return g(a, b=b)\ndef h(a): return g(a, 1)'
     assert list(forwarders(source)) == ["f"]
+
+
+def test_collecting_the_tests_does_not_import_vllm(request: pytest.FixtureRequest) -> None:
+    """Every worker of pytest-xdist imports all test files, and few of them need vLLM. The test
+    proves this if it runs together with the other files."""
+    assert "vllm" not in request.config.imported_at_collection

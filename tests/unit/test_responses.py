@@ -1,5 +1,7 @@
 """Outcomes of an engine's responses. The tests create vLLM's outputs."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import pickle
@@ -8,16 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
-from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
@@ -33,6 +29,11 @@ from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.columns import samples_of
 from megatron_async_rl.samples.types import PartialResponse, Request
 
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
 
 class FakeLLM:
     """Stand-in for AsyncLLM: accepts requests, whose outputs the test puts into `collectors`."""
@@ -45,6 +46,9 @@ class FakeLLM:
     async def add_request(
         self, name: str, prompt: Any, parameters: SamplingParams
     ) -> RequestOutputCollector:
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.output_processor import RequestOutputCollector
+
         self.collectors.append(RequestOutputCollector(RequestOutputKind.FINAL_ONLY, f"{name}-x"))
         self.parameters.append(parameters)
         return self.collectors[-1]
@@ -57,6 +61,9 @@ class FakeLLM:
 
 
 def output(ids: list[int], reason: str = "stop", experts: Any = None) -> RequestOutput:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
+
     logprobs = FlatLogprobs()
     for token in ids:
         logprobs.append_fast([token], [-0.5], iter([1]), [None])
@@ -76,6 +83,13 @@ def output(ids: list[int], reason: str = "stop", experts: Any = None) -> Request
 PROMPT = Prompt(id="p", text="?", token_ids=(1,))
 
 
+def dead_engine() -> Exception:
+    """Return vLLM's error for a request to an engine whose core has ended."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return EngineDeadError()
+
+
 def request(k: int, **fields: Any) -> Request:
     return Request(group=4, k=k, prompt=replace(PROMPT, fields=fields))
 
@@ -87,6 +101,8 @@ def working(
     records_experts: bool = False,
     stop: Sequence[str] = (),
 ) -> None:
+    from vllm import SamplingParams
+
     logs.mkdir(exist_ok=True)
     spec = EngineSpec(
         index=0,
@@ -353,18 +369,22 @@ def test_an_aborted_response_keeps_its_sampled_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("result", "error", "message"),
     [
-        (EngineDeadError(), EngineDied, "engine-0 died while it worked on 2 responses"),
-        (ValueError("out of order"), ValueError, "out of order"),
-        (output([5], "abort"), RuntimeError, "ended its response to prompt 'p' with .* 'abort'"),
-        (output([]), RuntimeError, "ended its response to prompt 'p'"),
+        (dead_engine, EngineDied, "engine-0 died while it worked on 2 responses"),
+        (lambda: ValueError("out of order"), ValueError, "out of order"),
+        (
+            lambda: output([5], "abort"),
+            RuntimeError,
+            "ended its response to prompt 'p' with .* 'abort'",
+        ),
+        (lambda: output([]), RuntimeError, "ended its response to prompt 'p'"),
     ],
 )
 def test_vllms_error_instead_of_a_response_is_the_next_report(
-    tmp_path: Path, result: Any, error: type[Exception], message: str
+    tmp_path: Path, result: Callable[[], Any], error: type[Exception], message: str
 ) -> None:
     async def work(responses: Responses, llm: FakeLLM) -> None:
         await responses.submit([request(k, answer="7") for k in range(2)])
-        llm.collectors[0].put(result)
+        llm.collectors[0].put(result())
         with pytest.raises(error, match=message):
             await responses.reports.take(60)
 
@@ -380,7 +400,7 @@ def test_a_death_of_vllm_is_reported_with_the_last_error_of_the_engines_log(
 
     async def work(responses: Responses, llm: FakeLLM) -> None:
         await responses.submit([request(k, answer="7") for k in range(2)])
-        llm.collectors[0].put(EngineDeadError())
+        llm.collectors[0].put(dead_engine())
         with pytest.raises(EngineDied, match=message) as caught:
             await responses.reports.take(60)
         log.unlink()  # the process that unpickles the error may be on another machine
@@ -405,7 +425,7 @@ def test_every_call_to_a_dead_vllm_names_the_engine_and_its_log(tmp_path: Path) 
     """vLLM's own error names neither of them."""
 
     async def dead(*_: Any, **__: Any) -> None:
-        raise EngineDeadError()
+        raise dead_engine()
 
     async def work(responses: Responses, llm: FakeLLM) -> None:
         await responses.submit([request(0, answer="7")])

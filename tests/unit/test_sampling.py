@@ -12,7 +12,6 @@ from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.config.rollout_rules import sampling_warnings
 from megatron_async_rl.config.sampling import EvalConfig, EvalSampling
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments, sampling_parameters
 from tests.unit.test_engine_arguments import spec_with
 from tests.written_run import write_prompts, write_run
 
@@ -44,6 +43,8 @@ def refusal(file: Path, *overrides: str) -> str:
 
 
 def test_every_setting_reaches_vllm_as_it_is_written(file: Path) -> None:
+    from megatron_async_rl.rollout.vllm.engine_arguments import sampling_parameters
+
     knobs = [f"rollout.sampling.{name}={value}" for name, value in RENORMALISING.items()]
     knobs += ["rollout.sampling.stop_token_ids=[7, 0]", "rollout.sampling.temperature=0.7"]
     rollout = loaded(file, *knobs, *RECOMPUTE).rollout
@@ -59,6 +60,8 @@ def test_every_setting_reaches_vllm_as_it_is_written(file: Path) -> None:
 def test_a_temperature_that_is_taken_is_the_one_that_vllm_draws_at(
     file: Path, value: float
 ) -> None:
+    from megatron_async_rl.rollout.vllm.engine_arguments import sampling_parameters
+
     rollout = loaded(file, f"rollout.sampling.temperature={value}").rollout
     assert rollout is not None
     assert sampling_parameters(rollout.sampling, [0]).temperature == value
@@ -78,6 +81,8 @@ def test_a_temperature_that_vllm_would_change_or_refuse_is_refused(
 
 
 def test_an_engine_reads_text_only_where_a_setting_needs_it(tmp_path: Path) -> None:
+    from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
+
     spec = spec_with(tmp_path)
     assert engine_arguments(spec).skip_tokenizer_init
     held_out = EvalSampling.model_construct(**dict(spec.rollout.sampling), regex="[0-9]+")
@@ -219,6 +224,8 @@ def test_each_set_has_its_own_sampling_over_that_of_training(file: Path) -> None
 
 
 def test_one_file_of_held_out_prompts_is_a_list_of_one(file: Path) -> None:
+    from megatron_async_rl.rollout.vllm.engine_arguments import sampling_parameters
+
     config = loaded(file, f"data.eval={file}", "eval.sampling={temperature: 0.2, regex: 'a+'}")
     (one,) = config.eval_sets
     assert (one.name, one.path_key, one.sampling.temperature) == ("", "data.eval", 0.2)

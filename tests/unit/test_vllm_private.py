@@ -14,19 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from vllm._custom_ops import cpu_prepack_moe_weight
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 import megatron_async_rl
-from megatron_async_rl.rollout.vllm import (
-    PRIVATE_NAMES,
-    client,
-    cpu_worker,
-    engine_core,
-    receive,
-    reload,
-)
+from megatron_async_rl.rollout.vllm import PRIVATE_NAMES, client, cpu_worker, engine_core
 from megatron_async_rl.rollout.vllm.loaded import Loaded
 from megatron_async_rl.weights.digest import partial_digest, tensor_digest
 from tests.cases import looped
@@ -75,6 +65,10 @@ def test_the_installed_vllm_has_every_name_that_the_package_uses(name: str) -> N
 
 
 def test_outputs_of_two_workers_with_half_of_the_experts_add_up() -> None:
+    from vllm._custom_ops import cpu_prepack_moe_weight
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
     kernel = CPUUnquantizedExperts
     cpu_worker.compute_own_experts()
     draw = torch.Generator().manual_seed(1)
@@ -110,6 +104,8 @@ def test_outputs_of_two_workers_with_half_of_the_experts_add_up() -> None:
 
 
 def test_experts_with_weighted_inputs_cannot_be_divided_on_a_cpu() -> None:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
     cpu_worker.compute_own_experts()
     with pytest.raises(ValueError, match="weights the inputs of experts"):
         CPUUnquantizedExperts.apply(
@@ -338,6 +334,8 @@ class Steps:
 
 def receiver(*, lasting: bool, keeps: bool = False, **more: Any) -> tuple[Any, list[Any]]:
     """Return a WeightReceiver at version 3 with recorded parts, and the record."""
+    from megatron_async_rl.rollout.vllm import receive
+
     calls: list[Any] = []
     one: Any = receive.WeightReceiver.__new__(receive.WeightReceiver)
     watch = Steps(calls, "watch", names=set(), offer=lambda name, _: watch.names.add(name))
@@ -360,6 +358,8 @@ def receiver(*, lasting: bool, keeps: bool = False, **more: Any) -> tuple[Any, l
 
 
 def bucket(path: str, *names: str) -> Any:
+    from megatron_async_rl.rollout.vllm import receive
+
     entries = [
         {"name": name, "dtype": "float32", "shape": [2, 3], "offset": 0, "nbytes": 24}
         for name in names
@@ -432,6 +432,8 @@ def test_a_bucket_has_its_entries_with_shapes() -> None:
 
 
 def test_an_update_that_left_out_a_part_of_a_fused_parameter_names_it() -> None:
+    from megatron_async_rl.rollout.vllm import receive
+
     parameters = ("l.0.qkv_proj.weight", "l.0.qkv_proj.bias", "l.0.o.weight", "norm", "qkv_proj.b")
     fused = {"qkv_proj": ["q", "k"]}
     received = {"l.0.q.weight", "l.0.k.weight", "l.0.k.bias", "q.b"}
@@ -463,6 +465,8 @@ def test_an_update_that_left_out_a_part_of_a_fused_parameter_names_it() -> None:
 def test_a_worker_accepts_a_version_before_it_changes_a_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from megatron_async_rl.rollout.vllm import receive
+
     calls: list[Any] = []
     monkeypatch.setattr(receive, "return_freed_memory", lambda: calls.append("freed"))
     worker: Any = Steps(calls, "worker", rank=1, device=torch.device("cpu"))
@@ -501,6 +505,8 @@ def test_a_worker_accepts_a_version_before_it_changes_a_weight(
 
 
 def test_a_receiver_starts_at_the_version_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_async_rl.rollout.vllm import receive
+
     one, calls = receiver(lasting=True)
     monkeypatch.setattr(receive, "remove_stale", lambda folder: calls.append(folder))
     chosen = SimpleNamespace(reader=lambda: "reader")
@@ -546,6 +552,8 @@ def load_rows(parameter: Any, piece: torch.Tensor, row: int | None = None) -> st
 def layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Replace vLLM's records of original weights by [2, 3] float32. Return the sizes of the pieces
     that were measured."""
+    from megatron_async_rl.rollout.vllm import reload
+
     measured: list[int] = []
 
     def original(layer: FakeLayer) -> Any:
@@ -569,6 +577,8 @@ ROWS = torch.arange(6.0).view(2, 3)
 
 
 def test_a_linear_layer_is_packed_once_its_last_piece_has_arrived(layers: list[int]) -> None:
+    from megatron_async_rl.rollout.vllm import reload
+
     layer, scratch, taken = FakeLayer("weight"), reload.Scratch(), list[Any]()
     packed = reload.PackedLinear("l.0", layer, scratch, taken.append)
     (weight,) = packed.weights
@@ -590,6 +600,8 @@ def test_a_linear_layer_is_packed_once_its_last_piece_has_arrived(layers: list[i
 
 
 def test_a_whole_weight_is_used_without_a_copy(layers: list[int]) -> None:
+    from megatron_async_rl.rollout.vllm import reload
+
     layer, scratch, taken = FakeLayer("weight"), reload.Scratch(), list[Any]()
     packed = reload.PackedLinear("l", layer, scratch, taken.append)
     packed.await_pieces()
@@ -605,6 +617,8 @@ def test_a_whole_weight_is_used_without_a_copy(layers: list[int]) -> None:
 
 
 def test_experts_are_packed_once_both_weights_are_complete(layers: list[int]) -> None:
+    from megatron_async_rl.rollout.vllm import reload
+
     layer = FakeLayer("w13_weight", "w2_weight")
     packed = reload.PackedExperts("e", layer, lambda tensor: None)
     packed.await_pieces()
@@ -620,6 +634,7 @@ def test_an_expert_of_another_worker_is_not_a_piece_of_the_weight(
     layers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This worker has expert 1, in row 0."""
+    from megatron_async_rl.rollout.vllm import reload
 
     def load_expert(parameter: Any, piece: torch.Tensor, expert_id: int) -> bool:
         if expert_id == 1:
@@ -641,6 +656,8 @@ def test_an_expert_of_another_worker_is_not_a_piece_of_the_weight(
 
 
 def test_an_in_place_reload_packs_heads_and_names_incomplete_weights(layers: list[int]) -> None:
+    from megatron_async_rl.rollout.vllm import reload
+
     linear, head, lookup = FakeLayer("weight"), FakeLayer(), FakeLayer()
     one: Any = reload.InPlaceReload.__new__(reload.InPlaceReload)
     vars(one).update(
@@ -662,6 +679,8 @@ def test_an_in_place_reload_packs_heads_and_names_incomplete_weights(layers: lis
 
 
 def test_tied_layers_are_those_with_an_earlier_layers_weight() -> None:
+    from megatron_async_rl.rollout.vllm import reload
+
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)), torch.nn.ReLU())
     assert reload.tied_layers(model) == []
     model[2].weight = model[0].weight
@@ -671,6 +690,8 @@ def test_tied_layers_are_those_with_an_earlier_layers_weight() -> None:
 
 
 def test_a_layerwise_reload_packs_tied_layers_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_async_rl.rollout.vllm import reload
+
     calls: list[Any] = []
     tied = FakeLayer()
     monkeypatch.setattr(reload, "tied_layers", lambda model: [tied])
@@ -691,6 +712,8 @@ def test_a_layerwise_reload_packs_tied_layers_at_its_end(monkeypatch: pytest.Mon
 
 
 def test_derived_parameters_receive_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_async_rl.rollout.vllm import reload
+
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     known = {id(model[0]): {"weight": None}, id(model[1]): {}}
     monkeypatch.setattr(
@@ -705,6 +728,8 @@ def test_derived_parameters_receive_no_weights(monkeypatch: pytest.MonkeyPatch) 
 def test_an_in_place_reload_packs_only_layers_with_packed_weights(
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool
 ) -> None:
+    from megatron_async_rl.rollout.vllm import reload
+
     kinds = {"head": reload.ParallelLMHead, "lookup": reload.VocabParallelEmbedding}
     layers: dict[str, Any] = {name: kind.__new__(kind) for name, kind in kinds.items()}
     layers |= {name: object() for name in ("experts", "linear", "norm")}
@@ -737,6 +762,8 @@ class Packing:
 def test_a_layer_that_may_hold_copies_prevents_a_reload_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from megatron_async_rl.rollout.vllm import reload
+
     known = reload.UnquantizedLinearMethod.__new__(reload.UnquantizedLinearMethod)
     other = type("Other", (reload.UnquantizedLinearMethod,), {})
     unknown = other.__new__(other)
@@ -773,6 +800,8 @@ def test_a_layer_that_may_hold_copies_prevents_a_reload_in_place(
 
 
 def test_the_reload_of_a_model_is_in_place_if_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_async_rl.rollout.vllm import reload
+
     monkeypatch.setattr(reload, "InPlaceReload", lambda *given: ("in place", *given))
     monkeypatch.setattr(reload, "LayerwiseReload", lambda *given: ("layer-wise", *given))
     cpu = [True]
