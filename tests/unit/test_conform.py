@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +17,11 @@ from megatron_async_rl.cli import app
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.conform import judge as judging
 from megatron_async_rl.conform.judge import judge, show
-from megatron_async_rl.conform.methods import CaseValues, read_cases
+from megatron_async_rl.conform.methods import KINDS, CaseValues, read_cases, run_case
 from tests.cases import looped
 from tests.stored_pages import RecordedConsole, require_page
 
 GOLDEN = sorted((Path(__file__).parents[1] / "data/golden").glob("*.json"))
-CASES = [
-    pytest.param(case, id=f"{file.stem}-{case.case}")
-    for file in GOLDEN
-    for case in read_cases(file)
-]
 SMALL = {
     "case": "one",
     "dtype": "float64",
@@ -43,6 +40,15 @@ SMALL = {
         "grad_logp": [[-np.exp(0.1) / 3, 0.0], [2 / 3, 0.0]],
     },
 }
+
+
+@functools.cache
+def cases():
+    return [
+        pytest.param(case, id=f"{file.stem}-{case.case}")
+        for file in GOLDEN
+        for case in read_cases(file)
+    ]
 
 
 def changed(path, value):
@@ -69,13 +75,33 @@ def conform(tmp_path, content):
     return done.exit_code, done.output
 
 
-@looped("case", CASES)
+def test_the_reference_vectors_cover_every_kind_and_both_files():
+    found = {(case.kind, case.name) for (case,) in (one.values for one in cases())}
+    assert {kind for kind, _ in found} == KINDS.keys()
+    for name in ("gspo", "gmpo", "dppo_kl", "m2po", "trajectory_balance", "oapl", "topr"):
+        assert ("policy_loss", name) in found
+
+
+@looped("case", cases)
 def test_a_reference_vector_passes(case):
-    outcome = judge(case)
+    """float32 references must also be met as if they were float64."""
+    outcome = judge(replace(case, dtype="float64"))
     assert outcome.passed, outcome.reason
 
 
-@looped("case", CASES)
+@looped("case", cases)
+def test_a_method_in_float32_is_near_its_float64_run(case):
+    """The reference is not needed here, because the float64 run equals it."""
+    exact, single = run_case(case, torch.float64), run_case(case, torch.float32)
+    if single is None:  # training runs the method in float64 only
+        return
+    for key in case.expect:
+        np.testing.assert_allclose(
+            single.values[key], exact.values[key], atol=1e-5, rtol=1e-4, err_msg=key
+        )
+
+
+@looped("case", cases)
 def test_a_reference_vector_with_a_changed_number_fails(case):
     for key, values in case.expect.items():
         wrong = {**case.expect, key: values.copy()}

@@ -1,6 +1,4 @@
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +20,6 @@ from tests.method_settings import CORRECTIONS
 from tests.token_batches import decided, detached, tokens
 from tests.train_batches import columns, ragged_batch, samples_in
 
-FILE = Path(__file__).parents[1] / "data/golden/losses_seed1.json"
-GOLDEN = [case for case in json.loads(FILE.read_text()) if case["kind"] in ("weights", "mask")]
 SETTINGS = {
     "tis": TisCorrection,
     "icepop": IcepopCorrection,
@@ -36,31 +32,6 @@ SETTINGS = {
 def with_log_ratios(log_rho, **more):
     """Return a batch with these values of log(pi_prox / pi_behavior)."""
     return detached(tokens([0.0] * len(log_rho), prox=log_rho, **more))
-
-
-@looped("dtype", [torch.float32, torch.float64])
-@looped("case", GOLDEN, ids=lambda c: c["case"])
-def test_a_correction_equals_its_reference_vector(case, dtype):
-    given = {name: torch.tensor(values) for name, values in case["inputs"].items()}
-    mask = given["mask"]
-    batch = tokens(
-        torch.zeros(mask.numel()),
-        prox=given["logp_prox"].flatten(),
-        behavior=given["logp_behavior"].flatten(),
-        mask=mask.flatten(),
-        sequence=torch.arange(len(mask)).repeat_interleave(mask.shape[1]),
-        dtype=dtype,
-    )
-    factor = (
-        CORRECTIONS[case["name"]].function(batch, SETTINGS[case["name"]](**case["params"]))
-        * batch.mask
-    )
-    np.testing.assert_allclose(
-        factor.view(mask.shape).numpy(),
-        np.array(case["expect"][case["kind"]]),
-        atol=1e-5,
-        rtol=1e-4,
-    )
 
 
 # Importance weights.
