@@ -27,6 +27,7 @@ from megatron_async_rl.data import (
     PromptSet,
     PromptSource,
     SupervisedSource,
+    chat_template,
     fitting,
     log_too_long,
     read_set,
@@ -714,6 +715,18 @@ def test_an_option_that_the_template_does_not_read_is_refused() -> None:
     marked = f"{{% generation %}}{text}{{%- endgeneration -%}}"
     with pytest.raises(DataError, match="does not read 'enable_thinkin'"):
         template(enable_thinkin=False)._require_options(marked)
+
+
+def test_a_template_is_parsed_for_its_options_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+    read = chat_template._variables
+    monkeypatch.setattr(chat_template, "_variables", lambda text: parsed.append(text) or read(text))
+    tokenizer = load_tokenizer(save_characters(tmp_path), TEMPLATE)
+    for _ in range(3):
+        tokenizer.render_chat([{"role": "user", "content": "a"}], answer=True)
+    assert parsed == [TEMPLATE]
 
 
 def test_tools_of_a_row_take_precedence_over_the_template_option(tmp_path: Path) -> None:

@@ -176,6 +176,8 @@ def test_a_terminal_gets_a_bar_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -
     with sampling_progress(console, 9) as shown:
         shown(4, 100)
     assert "4/9" in recorded.text
+    erase_line = "\x1b[2K"
+    assert recorded.text.endswith(erase_line), "the bar is removed at the end"
 
 
 def test_a_pipe_gets_lines_at_new_phases_and_after_some_seconds(

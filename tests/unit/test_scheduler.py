@@ -155,6 +155,22 @@ def test_patience_with_equal_rewards_is_for_each_batch_that_is_kept_however_far_
     assert harness.take(0) == [7]
 
 
+def test_only_a_group_of_equal_rewards_that_is_kept_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Ten batches' worth of equal groups are dropped before one is trained on."""
+    harness = SchedulerHarness(1, 4.0, dynamic_sampling=True)
+    for group in range(12):
+        harness.admit()
+        equal = group > 0
+        harness.answer(f"{group}-0", f"{group}-1", reward=0.0 if equal else None)
+    counts = harness.scheduler.counts()
+    assert (counts["dropped_equal"], counts["ready"]) == (10, 2)
+    assert caplog.messages == [
+        "group 11 is trained on although its rewards are equal: too few others are left"
+    ]
+
+
 @pytest.mark.parametrize("selection", ["oldest_first", "windowed"])
 def test_while_one_group_is_late_the_others_that_finish_look_for_no_batch(selection: str) -> None:
     harness = SchedulerHarness(20, 1.0, selection=selection)
