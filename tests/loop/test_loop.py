@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
@@ -33,7 +33,7 @@ from megatron_async_rl.watchdog.events import Status, read_status
 from megatron_async_rl.watchdog.watch import STOP
 from megatron_async_rl.weights.version_digest import version_digest
 from tests.loop.one_process import Crash, EngineDied, Engines, LoopEngine, OneProcess, varied
-from tests.thorough import THOROUGH
+from tests.thorough import examples
 
 STEPS = 3
 SYNCHRONOUS = ("flow.async_ratio=0",)
@@ -164,9 +164,6 @@ def test_evaluation_is_not_counted_as_training(
     assert phases[-2:] == [exporting, ("finished", "", STEPS)]
 
 
-PHASES = list(Phase) if THOROUGH else [Phase.explicit]
-"""Phases of the properties below. The gate runs the explicit examples: the calls after which state
-differs, and each call during which an engine may be lost; `make test-all` draws more."""
 CRASHES = st.tuples(
     st.sampled_from(
         (
@@ -181,6 +178,9 @@ CRASHES = st.tuples(
     ),
     st.integers(1, STEPS),
 )
+"""Call during which a run crashes, and the number of the call. The properties below run the
+explicit examples, after which state differs, and draw more: the same four in each gate
+(`derandomize` in tests/conftest.py), and up to 20 in `make test-all`."""
 
 
 @example(("await_batch", 1), SYNCHRONOUS)
@@ -188,7 +188,7 @@ CRASHES = st.tuples(
 @example(("give_devices", 2), COLOCATED)
 @example(("log", 3), SYNCHRONOUS)
 @example(("state", 3), COLOCATED)
-@settings(max_examples=20, phases=PHASES)
+@settings(max_examples=examples(20, 4))
 @given(CRASHES, st.sampled_from([SYNCHRONOUS, COLOCATED]))
 def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
     loop: OneProcess,
@@ -210,7 +210,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
 @example(("after await_batch", 2))
 @example(("publish", 2))
 @example(("log", 3))
-@settings(max_examples=10, phases=PHASES)
+@settings(max_examples=examples(10, 4))
 @given(CRASHES)
 def test_a_resumed_asynchronous_run_loses_nothing(loop: OneProcess, crash: tuple[str, int]) -> None:
     def prepare(engine: LoopEngine) -> None:
@@ -404,7 +404,7 @@ LOSSES = st.one_of(
 @example(("sleep", 2))
 @example(("wake weights", 4))
 @example(("wake cache", 3))
-@settings(max_examples=20, phases=PHASES)
+@settings(max_examples=examples(20, 4))
 @given(LOSSES)
 def test_an_engine_lost_in_any_phase_changes_no_weight(
     loop: OneProcess, weights: dict[str, np.ndarray], loss: tuple[str, int]
