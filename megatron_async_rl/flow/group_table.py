@@ -1,5 +1,6 @@
 """Table of the admitted groups, their states and their counts. The scheduler (scheduler.py)
-decides; the table records.
+decides; the table records. The two are separate files because they have 766 lines together, and a
+file has at most 500.
 
     enter --> running --on_sample--> finished --consume--> trained
                  +---------------------+---------drop----> dropped, with a reason

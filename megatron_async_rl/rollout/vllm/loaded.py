@@ -6,8 +6,8 @@ trainer's tensors.
               worker's parts: {name: Loaded} <---+    all workers' parts --digests_of--> one digest
 
 vLLM decides how an engine shards and fuses tensors. `LoadWatch` observes each copy from an offered
-tensor, which shows the part and its destination. The engine core uses this file, too, so it imports
-no vLLM.
+tensor, which shows the part and its destination. The engine core imports this file, too, without
+vLLM, so the file is separate from receive.py, which imports vLLM.
 
 Invariants:
 - a digest is computed from the written memory, not from the source: for a lasting parameter at the
