@@ -2,7 +2,8 @@
 #   docker build -t megatron-async-rl .
 #   docker run --gpus all megatron-async-rl          runs `mar doctor`; docs/one_gpu_node.md has the command for a run
 # The devel base stays in the image on purpose: vLLM and Triton compile kernels at run time.
-# Without cuDNN: torch brings the one that it was compiled against, and Transformer Engine would load the base image's beside it.
+# The base has no cuDNN: torch's wheels contain the version that torch was compiled against, and Transformer Engine would
+# load the base image's cuDNN in addition.
 ARG CUDA=13.0.2
 FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04
 
@@ -29,24 +30,24 @@ RUN pip install setuptools==78.1.1 wheel==0.48.0 pybind11==3.1.0 \
     && pip install -r /tmp/requirements/gpu.txt \
     && pip install --no-deps mbridge==0.15.1
 
-# Transformer Engine may load and then fail in the middle of a step for a function that this cuBLAS lacks: 2.13 to 2.20.2
-# ask for one, 2.12.0 is the newest that does not.
+# Transformer Engine may load and then fail in the middle of a step because this cuBLAS lacks a function: 2.13 to 2.20.2
+# call such a function, and 2.12.0 is the newest release that does not.
 WORKDIR /opt/venv/lib/python3.12/site-packages
-RUN nm --dynamic --undefined-only transformer_engine/wheel_lib/libtransformer_engine.so | grep -oE '\bcublas\w+' | sort -u > /tmp/asked \
-    && nm --dynamic --defined-only nvidia/cu13/lib/libcublas.so.13 nvidia/cu13/lib/libcublasLt.so.13 | grep -oE '\bcublas\w+' | sort -u > /tmp/there \
-    && comm -23 /tmp/asked /tmp/there > /tmp/lacking \
-    && { test ! -s /tmp/lacking || { echo "Transformer Engine asks cuBLAS for: $(cat /tmp/lacking)" >&2; exit 1; }; } \
-    && rm /tmp/asked /tmp/there /tmp/lacking
+RUN nm --dynamic --undefined-only transformer_engine/wheel_lib/libtransformer_engine.so | grep -oE '\bcublas\w+' | sort -u > /tmp/required \
+    && nm --dynamic --defined-only nvidia/cu13/lib/libcublas.so.13 nvidia/cu13/lib/libcublasLt.so.13 | grep -oE '\bcublas\w+' | sort -u > /tmp/defined \
+    && comm -23 /tmp/required /tmp/defined > /tmp/missing \
+    && { test ! -s /tmp/missing || { echo "cuBLAS lacks functions that Transformer Engine calls: $(cat /tmp/missing)" >&2; exit 1; }; } \
+    && rm /tmp/required /tmp/defined /tmp/missing
 
 # MAX_JOBS bounds the memory of the source builds (about 3 GiB a job); CUDA_ARCHS names the GPUs they are made for.
-# --no-build-isolation: against the torch above, not against whichever is newest. CPATH: headers of torch's cuDNN and NCCL.
-# Without one of the packages that it asks for, Transformer Engine does not import, and Megatron goes on as if it were not
-# installed: the last line names it.
+# --no-build-isolation: the builds use the torch above, not the newest one. CPATH: headers of torch's cuDNN and NCCL.
+# If a package that it requires is missing, Transformer Engine does not import, and Megatron continues as if it were not
+# installed: the last line names the package.
 ARG MAX_JOBS=8
 ARG CUDA_ARCHS="80;90;100"
 RUN CPATH="$PWD/nvidia/cudnn/include:$PWD/nvidia/nccl/include" NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS="${CUDA_ARCHS}" \
     pip install --no-build-isolation --no-deps transformer-engine-torch==2.12.0 \
-    && python -c "import re; from importlib.metadata import requires, version; [version(re.match(r'[\w-]+', asked)[0]) for asked in requires('transformer-engine-torch')]"
+    && python -c "import re; from importlib.metadata import requires, version; [version(re.match(r'[\w-]+', one)[0]) for one in requires('transformer-engine-torch')]"
 
 # Apex publishes no package: a commit makes the image repeatable.
 ARG APEX_REF=6424da3b4faa6c8f062da4a48c424fff3f02d42d
@@ -72,13 +73,13 @@ RUN pip install --no-build-isolation --no-deps . \
     && python -c "from importlib.metadata import version as v; assert v('torch').startswith('2.13.0'), v('torch')" \
     && python -m megatron_async_rl.plan.libraries
 
-# The container may be started as any user (--user), who then has a home for caches, and a name, which torch asks for.
+# The container may be started as any user (--user): HOME holds caches, and torch reads the user's name.
 # `make gpu-tests` writes its record to docs/.
 ENV HOME=/home/mar USER=mar
 ARG RUN_AS=10001
 RUN useradd --uid 10001 --create-home mar \
     && chmod -R a+rwX /home/mar docs
 USER ${RUN_AS}
-# Here, without a GPU, it is no test: it asks for the parts of the CPU path. Where the container runs it is one.
+# A build has no GPU, so `mar doctor` would check only the CPU path; the running container checks the GPUs.
 HEALTHCHECK --interval=5m --timeout=2m --start-period=1m CMD ["mar", "doctor"]
 CMD ["mar", "doctor"]

@@ -5,7 +5,7 @@
 # make chaos: faults by seed, and the invariants afterwards: component histories, and real runs whose processes, files and disks fail; MAR_CHAOS_HISTORIES, MAR_CHAOS_FAULTS, MAR_CHAOS_SEED, MAR_CHAOS_MINUTES.
 # make gpu-tests: tests on a CUDA device, with $(VENV) if it exists and otherwise with the packages on PYTHONPATH.
 # make loader-test: Transformer Engine's wheels (190 MB, from the package index) load into torch's process with one cuDNN; needs root.
-# make durations: the tests, and afterwards the seconds of each file in tests/durations.json, by which workers take long files first.
+# make durations: the tests; afterwards it writes the seconds of each file to tests/durations.json, so that workers take long files first.
 # Works from any folder: make -C CHECKOUT demo, or make -f ../Makefile demo.
 # VENV=DIR selects another folder for the environment; PYTHON=... selects the interpreter, a Python 3.12.
 

@@ -7,7 +7,7 @@ cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.."
 VENV="${VENV:-.venv}"
 TORCH_CPU_INDEX="${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}"
 
-is_fit() { # an interpreter that the lock was made for, and that can make an environment
+is_fit() { # true if the lock was made for this interpreter, and it can make an environment
   "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null
 }
 
@@ -27,7 +27,7 @@ setup: no Python 3.12 with venv and ensurepip found: looked for python3.12, pyth
 Megatron-Core 0.19 needs it. Install it, and try again:
   apt install python3.12 python3.12-venv               Ubuntu 24.04
   uv python install 3.12                               elsewhere, without root
-or say where it is: make setup PYTHON=/path/to/python3.12
+or name it: make setup PYTHON=/path/to/python3.12
 MESSAGE
   return 1
 }
@@ -64,7 +64,7 @@ with_uv() { # whether uv can replace pip here: it is installed, and pip has no s
 install() {
   if [[ -n "${uv:-}" ]]; then
     "${uv[@]}" "$@" >>"$VENV/uv.log" 2>&1 && return
-    echo "uv failed (its words: $VENV/uv.log); continuing with pip, which takes longer"
+    echo "uv failed (its output: $VENV/uv.log); continuing with pip, which takes longer"
     uv=()
   fi
   "${pip[@]}" "$@"
@@ -82,7 +82,7 @@ elif served "${quickly[@]}" "${from_cpu_index[@]}"; then
   "${pip[@]}" "${from_cpu_index[@]}" "$torch" # a variable of uv for the index would precede this option
 else
   cat <<MESSAGE
-$torch is served neither by what pip is configured with nor by $TORCH_CPU_INDEX (pip's words: $VENV/torch.log).
+$torch is served neither by what pip is configured with nor by $TORCH_CPU_INDEX (pip's output: $VENV/torch.log).
 Taking the standard build of torch instead, which runs on a CPU too, but loads only with $(grep -c '==' requirements/nvidia.txt) libraries of NVIDIA's:
 about 2.1 GB more to fetch and 3 GB more on disk. TORCH_CPU_INDEX=URL names a mirror that has the CPU build.
 MESSAGE

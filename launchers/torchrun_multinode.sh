@@ -20,9 +20,9 @@ refuse() {
   echo "torchrun_multinode.sh: $1" >&2
   exit 2
 }
-number() { # NAME LEAST MOST: a whole number in the environment
+number() { # NAME MIN MAX: a whole number in the environment
   [[ "${!1}" =~ ^[0-9]{1,9}$ ]] || refuse "$1=${!1} is not a whole number"
-  printf -v "$1" %d "$((10#${!1}))" # with a zero before it bash would take it for an octal one
+  printf -v "$1" %d "$((10#${!1}))" # bash reads a number with a leading zero as octal
   ((${!1} >= $2 && ${!1} <= $3)) || refuse "$1=${!1} is not between $2 and $3"
 }
 
@@ -47,22 +47,22 @@ for command in mar ray; do
   [[ -n "$(command -v "$command")" ]] || refuse "there is no command $command in $venv/bin, nor on PATH: make the environment (make setup), or name it with VENV"
 done
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" RAY_worker_niceness=0
-[[ -n "${RAY_AUTH_TOKEN:-}" ]] || unset RAY_AUTH_TOKEN # Ray would take an empty one for a token
+[[ -n "${RAY_AUTH_TOKEN:-}" ]] || unset RAY_AUTH_TOKEN # Ray would use an empty value as a token
 folder=""
 if ((TRAINER_NODES < NNODES)); then # Ray listens at all addresses of these machines: it has no setting to listen at one
   if [[ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ]]; then
     export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
   elif [[ -z "${RAY_AUTH_MODE:-}" ]]; then
-    export RAY_AUTH_MODE=disabled # the token that Ray makes by itself on one machine opens no other
-    echo "torchrun_multinode.sh: note: without RAY_AUTH_TOKEN whoever reaches Ray's ports on this machine can run code as $(id -un): set the same secret on all machines, or keep their network private" >&2
+    export RAY_AUTH_MODE=disabled # a token that Ray generates on one machine is not valid on the others
+    echo "torchrun_multinode.sh: note: without RAY_AUTH_TOKEN anyone who reaches Ray's ports on this machine can run code as $(id -un): set the same secret on all machines, or keep their network private" >&2
   fi
 fi
 
-reachable() { # HOST: something answers on its Ray's port; a host that is lost says nothing at all
+reachable() { # HOST: a process accepts connections on Ray's port; a lost host does not reply
   timeout 5 bash -c "exec 3<>/dev/tcp/$1/$RAY_PORT" 2>/dev/null
 }
 
-over() { # HOST: it is there, and nothing listens on its Ray's port. bash has no number for that; in words unknown here Ray finds out by itself
+over() { # HOST: the host replies, and no process listens on Ray's port. bash has no error number for that; if its message differs, Ray detects the end by itself
   [[ "$(LC_ALL=C timeout 5 bash -c "exec 3<>/dev/tcp/$1/$RAY_PORT" 2>&1)" == *"Connection refused"* ]]
 }
 
@@ -78,7 +78,7 @@ stop_ray() { # it drains for up to 30 s, and may lose a signal that comes while 
     ((fifths % 175)) || kill -TERM "${ray[0]}" 2>/dev/null || true
     sleep 0.2
   done
-  kill -KILL -- "-${ray[0]}" 2>/dev/null || true # its session, and with it what it has started
+  kill -KILL -- "-${ray[0]}" 2>/dev/null || true # its session, with all processes that it has started
 }
 # Folder of Ray's session, removed at the end, or at the next start if the launcher was killed. Ray holds the lock on it, too.
 make_folder() {
@@ -86,7 +86,7 @@ make_folder() {
   ((${#base} <= 26)) || base=/tmp # sockets have paths of at most 107 bytes (watchdog/run_folder.py)
   new="$(mktemp -d "$base/.mar-XXXXXXXX")" || refuse "no temporary folder can be made in $base (RAY_TMPDIR, TMPDIR)"
   exec {lock}>"$new/.megatron_async_rl"
-  flock -n "$lock" || true # without locks it is never taken for a killed launcher's
+  flock -n "$lock" || true # without locks, the folder never counts as a killed launcher's
   folder="$base/mar-$(od -An -N4 -tx1 /dev/urandom | tr -d ' \n')"
   mv -T "$new" "$folder"
 }
@@ -105,7 +105,7 @@ if ((NODE_RANK >= TRAINER_NODES)); then
   trap 'clean_up; python -m megatron_async_rl.watchdog.run_folder || true' EXIT
   python -m megatron_async_rl.watchdog.run_folder || true
   make_folder
-  within=$START_S found="" lost=0 address="" said=""
+  within=$START_S found="" lost=0 address="" noted=""
   while :; do
     until=$((SECONDS + within))
     # Use the numeric address: Ray queries a name server even if /etc/hosts has the name, and a starting machine may not have its name yet.
@@ -115,11 +115,11 @@ if ((NODE_RANK >= TRAINER_NODES)); then
           echo "torchrun_multinode.sh: machine 0's Ray has ended, and with it the work of machine $NODE_RANK"
           exit 0
         fi
-        [[ -n "$address" ]] || refuse "MASTER_ADDR=$MASTER_ADDR is no machine that machine $NODE_RANK knows, after START_S=$START_S s"
+        [[ -n "$address" ]] || refuse "MASTER_ADDR=$MASTER_ADDR is not a known host name on machine $NODE_RANK, after START_S=$START_S s"
         refuse "no Ray at MASTER_ADDR:RAY_PORT=$MASTER_ADDR:$RAY_PORT after START_S=$START_S s; is machine 0 started, and the port open?"
       fi
-      if [[ -z "$said$found" ]]; then
-        said=1 missing="no machine is known by the name $MASTER_ADDR yet"
+      if [[ -z "$noted$found" ]]; then
+        noted=1 missing="the host name $MASTER_ADDR is not known yet"
         [[ -z "$address" ]] || missing="no Ray yet at $address:$RAY_PORT"
         echo "torchrun_multinode.sh: machine $NODE_RANK waits for machine 0, up to START_S=$START_S s: $missing"
       fi
@@ -127,7 +127,7 @@ if ((NODE_RANK >= TRAINER_NODES)); then
     done
     if [[ -n "$found" ]]; then
       # Ray has ended here. The head node has one: the same, which lost this machine, or the next.
-      ((lost++ < RESTARTS)) || { echo "torchrun_multinode.sh: Ray has ended $lost times on machine $NODE_RANK, and not on machine 0 (RESTARTS=$RESTARTS); its words are above" >&2; exit 1; }
+      ((lost++ < RESTARTS)) || { echo "torchrun_multinode.sh: Ray has ended $lost times on machine $NODE_RANK, and not on machine 0 (RESTARTS=$RESTARTS); its messages are above" >&2; exit 1; }
       echo "torchrun_multinode.sh: machine $NODE_RANK joins machine 0's Ray again ($lost of RESTARTS=$RESTARTS)" >&2
     fi
     setsid ray start --address="$address:$RAY_PORT" --temp-dir="$folder/ray" --disable-usage-stats --block &
@@ -139,7 +139,7 @@ if ((NODE_RANK >= TRAINER_NODES)); then
       sleep 1
     done
     {
-      kill -KILL "${ray[0]}" || true # with it the engines; what removes their shared memory has a moment
+      kill -KILL "${ray[0]}" || true # the engines end, too; leave a moment for the removal of their shared memory
       wait "${ray[0]}" || true
       sleep 2
       kill -KILL -- "-${ray[0]}" || true
@@ -159,7 +159,7 @@ start_ray() {
   ray=($!)
   local until=$((SECONDS + START_S))
   until reachable 127.0.0.1; do
-    ray_runs || refuse "Ray does not start on port RAY_PORT=$RAY_PORT; its words are above"
+    ray_runs || refuse "Ray does not start on port RAY_PORT=$RAY_PORT; its messages are above"
     ((SECONDS < until)) || refuse "Ray does not listen on port RAY_PORT=$RAY_PORT after START_S=$START_S s"
     sleep 1
   done
@@ -168,10 +168,10 @@ start_ray() {
   wait_for_engines=1
 }
 
-stopping="" told="" child=""
+stopping="" passed="" child=""
 stop() { # SIGNAL: the run stops after the step, with a checkpoint
-  stopping="$1" told=""
-  [[ -z "$child" ]] || { told=1; kill "-$1" "$child" 2>/dev/null || true; }
+  stopping="$1" passed=""
+  [[ -z "$child" ]] || { passed=1; kill "-$1" "$child" 2>/dev/null || true; }
 }
 train() {
   local code=0
@@ -184,11 +184,11 @@ train() {
   wait_for_engines=""
   setsid mar train "$@" &
   child=$!
-  [[ -z "$stopping" || -n "$told" ]] || stop "$stopping" # told while there was nobody to tell
+  [[ -z "$stopping" || -n "$passed" ]] || stop "$stopping" # the signal came before the run had started
   while :; do
-    told="" code=0
+    passed="" code=0
     wait "$child" || code=$?
-    [[ -n "$told" ]] || break # else the signal ended the wait, not the run
+    [[ -n "$passed" ]] || break # otherwise the signal ended the wait, not the run
   done
   child=""
   return "$code"
@@ -198,7 +198,7 @@ for ((start = 0; ; start++)); do
   if ((NODE_RANK == 0 && engines > 0)) && ! ray_runs; then start_ray; fi
   [[ -z "$stopping" ]] || exit 130
   trap 'stop TERM' TERM INT
-  trap 'stop HUP' HUP # the first alone counts
+  trap 'stop HUP' HUP # only the first signal counts
   code=0
   train "$@" || code=$?
   # Restart only a failure (1), not 0 (finished), 2 (would be refused again) or 130 (stopped).

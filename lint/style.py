@@ -2,7 +2,7 @@
 
 Rules:
 - a docstring starts with a noun phrase or an imperative verb;
-- docstrings, comments, messages and pages contain none of PHRASES;
+- docstrings, comments, messages, pages and scripts contain none of PHRASES (prose.py);
 - a class or alias of the package has a name of its own, and so has a file;
 - a file of the package has at most MAX_LINES lines, without its tables;
 - modules of the package do not import each other in a circle, types included, and have fewer than
@@ -21,20 +21,29 @@ from __future__ import annotations
 import ast
 import gc
 import graphlib
-import io
 import re
 import sys
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+from prose import (
+    MAX_COLUMNS,
+    docstrings,
+    found_phrases,
+    long_lines,
+    page_phrases,
+    phrases,
+    plain,
+    script_phrases,
+    statements,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_async_rl"
 FOLDERS = (PACKAGE, "tests", "benchmarks", "examples", "launchers", "lint")
 MAX_LINES = 500
 TABLE_LINES = 100
-MAX_COLUMNS = 100
 MAX_TYPE_IMPORTS = 30
 
 OPENERS = (
@@ -57,113 +66,6 @@ OPENERS = (
 STARTS = re.compile(rf'["\']\s*(?:{"|".join(OPENERS)})\b')
 """Matches the text of every file with a bad docstring, and of some others."""
 
-PHRASES = {
-    "is no": "is not",
-    "are no": "are not",
-    "beside": "besides, with or next to",
-    "one that": "the noun, or that",
-    "by which": "a sentence with a verb",
-    "of which": "whose, or a second sentence",
-    "in the place of": "instead of, or for",
-    "told": "reported, named or passed",
-    "says": "reports, states or names",
-    "said": "reported, stated or named",
-    "standstill": "stall or hang",
-    "stands still": "stalls or hangs",
-    "stand still": "stall, hang or pause",
-    "weights in 8 bits": "FP8 weights",
-    "8-bit float": "FP8",
-    "8-bit floats": "FP8",
-    "borrow": "acquire",
-    "borrows": "acquires",
-    "borrowed": "acquired",
-    "give back": "release or return",
-    "gives back": "releases or returns",
-    "given back": "released or returned",
-    "walls": "isolation",
-    "keeper": "subreaper",
-    "in words": "as text",
-    "for ever": "forever",
-    "at the most": "at most",
-    "at the least": "at least",
-    "wants": "requests or needs",
-    "none of its": "a sentence with a verb",
-    "none of theirs": "a sentence with a verb",
-    "none of them": "a sentence with a verb",
-    "tell": "report, show or distinguish",
-    "tells": "reports, shows or distinguishes",
-    "ask": "request, call or query",
-    "asks": "requests, calls or queries",
-    "want": "request or need",
-    "nobody": "nothing, no process or no user",
-    "somebody": "a process or a user",
-    "whoever": "the noun",
-    "go on": "continue",
-    "goes on": "continues",
-    "went on": "continued",
-    "going on": "continuing",
-    "lend": "share or map",
-    "lends": "shares or maps",
-    "lent": "shared or mapped",
-    "for good": "permanently",
-    "in turns": "alternately, or one after another",
-    "all the same": "nevertheless, or equal",
-    "comes to": "reaches",
-    "came to": "reached",
-    "machine of engines": "rollout node",
-    "machines of engines": "rollout nodes",
-    "hear": "receive or learn",
-    "hears": "receives or learns",
-    "heard": "received",
-    "is to be": "will be, must be, or a verb",
-    "are to be": "will be, must be, or a verb",
-    "to be had": "available",
-    "anew": "again",
-    "once more": "again",
-    "stood still": "stalled, hung or paused",
-    "of late": "recently",
-    "is had": "a verb",
-    "are had": "a verb",
-    "the very": "the, or the same",
-    "everybody": "all processes, ranks or users",
-    "mistake of ours": "internal error",
-    "in one go": "at once",
-    "is through": "is complete",
-    "are through": "are complete",
-    "but for": "except",
-    "lets go of": "releases",
-    "finds room": "has room",
-    "takes the place of": "replaces",
-    "take the place of": "replace",
-    "takes their place": "replaces them",
-    "look whether": "check whether",
-    "looks whether": "checks whether",
-    "looks that": "checks that",
-    "as ever": "as usual",
-    "know nothing": "do not depend on",
-    "knows nothing": "does not depend on",
-    "nothing of it": "none of it",
-    "check sum": "checksum",
-    "as it lies": "a sentence with a verb",
-    "as they lie": "a sentence with a verb",
-    "as it stands": "unchanged",
-    "as they stand": "unchanged",
-    "goes by": "uses, or depends on",
-    "what is there": "the noun",
-    "what it holds": "its content",
-    "what it held": "its content",
-    "what they hold": "their content",
-    "without end": "forever, or endless",
-    "on the spot": "there, or at once",
-    "takes no part": "is ignored, or does not take part",
-    "sees nothing of": "does not receive",
-}
-"""A phrase, and the plain English for it."""
-
-BEFORE = r"(?<![\w._-])(?<![Tt]here )"
-AFTER = r"(?![\w_]| (?:longer|more|less|later|earlier|other)\b)"
-"""Surroundings of a phrase. Names of keys, `there is no` and `is no longer` are plain English."""
-
 MAKES_CONFIG = re.compile(r"(?<![\w.])(?<!class )Config(\.model_(validate|construct)\w*)?\(")
 CHECKS_CONFIG = f"{PACKAGE}/config/rules.py"
 
@@ -174,37 +76,36 @@ CARRIERS = f"{PACKAGE}/config/weights.py"
 SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
 
+PAGES = ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md", "tests/data/**/*.md")
+"""Markdown whose prose and width are checked."""
+
+SCRIPTS = (
+    "Dockerfile*",
+    "Makefile",
+    ".ci/run",
+    "launchers/**/*.sh",
+    "launchers/**/*.sbatch",
+    "examples/**/*.sh",
+    "pyproject.toml",
+)
+"""Files whose comments, messages and names are checked."""
+
+DATA = ("examples/**/*.yaml", "launchers/**/*.yaml", "site/*.yml")
+"""Files whose comments alone are checked: a value may be a prompt."""
+
 OTHER_PROSE = {"CHANGELOG.md", "docs/config.md", "docs/metrics.md"}
 """Pages whose phrases are not checked: history, and pages that are generated from checked code."""
+
+GENERATED_TABLES = "examples/stability/results/"
+"""Folder of pages that checked code has written, one line per note."""
 
 LONG_PAGES = {
     "CHANGELOG.md",
     "README.md",
     "docs/stability.md",
+    "examples/stability/page.md",
 }
-"""Pages that are still to be wrapped."""
-
-
-def statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """All statements of a file. Unlike ast.walk, this skips expressions, which are most nodes."""
-    blocks: list[list[ast.stmt]] = [tree.body]
-    while blocks:
-        for statement in blocks.pop():
-            yield statement
-            if isinstance(statement, ast.Expr | ast.Assign | ast.Return):
-                continue
-            for field in ("body", "orelse", "finalbody"):
-                blocks += filter(None, [getattr(statement, field, None)])
-            for field in ("handlers", "cases"):
-                blocks += [one.body for one in getattr(statement, field, ())]
-
-
-def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
-    """String expressions that document a module, class, function or attribute."""
-    for statement in statements(tree):
-        match statement:
-            case ast.Expr(value=ast.Constant(value=str()) as docstring):
-                yield docstring
+"""Pages that are still to be wrapped. The last one is the template of the one before it."""
 
 
 def openers(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -214,73 +115,6 @@ def openers(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if first is not None and first.group() in OPENERS:
             message = "a docstring starts with a noun or an imperative verb"
             yield docstring.lineno, f"{message}, not with {first.group()!r}"
-
-
-def phrases(source: str, tree: ast.Module, *, messages: bool) -> Iterator[tuple[int, str]]:
-    """Line and message of each phrase of PHRASES in docstrings, comments and, with `messages`, all
-    other strings. Text between backticks is code."""
-    if not any(found_phrases(_plain(source))):
-        return  # Most files have none, and reading their tokens takes time.
-    documented = {(one.lineno, one.col_offset) for one in docstrings(tree)}
-    for line, text in _texts(source, documented, messages=messages):
-        prose = re.sub(r"\s+", " ", re.sub(r"`[^`]*`", "`", text))
-        for phrase in found_phrases(prose):
-            yield line, f"{phrase!r}: write {PHRASES[phrase]}"
-
-
-def page_phrases(text: str) -> Iterator[tuple[int, str]]:
-    """Line and message of each phrase of PHRASES in the paragraphs of a Markdown page. Blocks of
-    code, text between backticks and the targets of links are not prose."""
-    code = False
-    paragraph: list[str] = []
-    for number, line in enumerate([*text.splitlines(), ""], 1):
-        fence = line.lstrip().startswith("```")
-        code ^= fence
-        if line.strip() and not code and not fence:
-            paragraph.append(line.strip())
-            continue
-        # A phrase may continue on the next line, so a paragraph is one text.
-        prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "`", " ".join(paragraph))
-        for phrase in found_phrases(prose):
-            yield number - len(paragraph), f"{phrase!r}: write {PHRASES[phrase]}"
-        paragraph = []
-
-
-def found_phrases(prose: str) -> Iterator[str]:
-    """Phrases of PHRASES in a text, also at the beginning of a sentence."""
-    lower = prose.lower()
-    for phrase in PHRASES:
-        if phrase in lower and re.search(
-            f"{BEFORE}[{phrase[0]}{phrase[0].upper()}]{phrase[1:]}{AFTER}", prose
-        ):
-            yield phrase
-
-
-def _plain(source: str) -> str:
-    return " ".join(source.replace("#", " ").split())
-
-
-STRINGS = (tokenize.STRING, tokenize.FSTRING_MIDDLE)
-KEY = re.compile(r"[\"'][\w.]+[\"']")
-
-
-def _texts(
-    source: str, documented: set[tuple[int, int]], *, messages: bool
-) -> Iterator[tuple[int, str]]:
-    """Line and text of docstrings and comments and, with `messages`, of all other strings. Comments
-    on successive lines are one text."""
-    comment: list[str] = []
-    begins = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            begins = begins if comment else token.start[0]
-            comment.append(token.string.lstrip("# "))
-        elif comment and token.type != tokenize.NL:
-            yield begins, " ".join(comment)
-            comment = []
-        text = token.start in documented or (messages and token.type in STRINGS)
-        if text and not KEY.fullmatch(token.string):
-            yield token.start[0], token.string
 
 
 def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -331,20 +165,6 @@ def lines_without_tables(source: str, tree: ast.Module) -> int:
         and one.end_lineno is not None
     ]
     return source.count("\n") - sum(lines for lines in tables if lines > TABLE_LINES)
-
-
-def long_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Line and message of each line of Markdown that is too long and could be wrapped."""
-    code = False
-    for number, line in enumerate(text.splitlines(), 1):
-        code ^= line.lstrip().startswith("```")
-        words = max((len(word) for word in line.split()), default=0)
-        table = line.lstrip().startswith(("|", "#", "<"))
-        code_of_list = line.startswith(" " * 8) or re.fullmatch(r" *`[^`]*`", line)
-        if len(line) > MAX_COLUMNS and not (
-            code or table or code_of_list or "](" in line or words > MAX_COLUMNS
-        ):
-            yield number, f"has {len(line)} columns, more than {MAX_COLUMNS}"
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
@@ -470,6 +290,15 @@ def exceptions(found: set[str], allowed: set[str], what: str) -> Iterator[str]:
         yield f"lint/style.py: remove {path} from the list of files that: {what}"
 
 
+def read(root: Path, patterns: Iterable[str]) -> dict[str, str]:
+    """Path -> text of each file that matches a pattern."""
+    files = {file for pattern in patterns for file in root.glob(pattern) if file.is_file()}
+    return {
+        file.relative_to(root).as_posix(): file.read_text(encoding="utf-8")
+        for file in sorted(files)
+    }
+
+
 def check(root: Path = ROOT) -> list[str]:
     """All violations of the repository, one sentence each."""
     found = []
@@ -480,7 +309,7 @@ def check(root: Path = ROOT) -> list[str]:
                 continue
             path, source = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
             if folder != PACKAGE and not (
-                STARTS.search(source) or any(found_phrases(_plain(source)))
+                STARTS.search(source) or any(found_phrases(plain(source)))
             ):
                 continue  # Parsing takes most of the time.
             tree = ast.parse(source)
@@ -526,17 +355,24 @@ def check(root: Path = ROOT) -> list[str]:
     found += [
         f"{path}: the base name is another file's, too" for path in sorted(repeated_stems(trees))
     ]
-    texts = {
-        file.relative_to(root).as_posix(): file.read_text(encoding="utf-8")
-        for file in sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")])
-    }
+    texts = read(root, PAGES)
     found += [
         f"{path}:{line}: {message}"
         for path, text in texts.items()
         if path not in OTHER_PROSE
         for line, message in page_phrases(text)
     ]
-    pages = {path: [*long_lines(text)] for path, text in texts.items()}
+    found += [
+        f"{path}:{line}: {message}"
+        for patterns, code in ((SCRIPTS, True), (DATA, False))
+        for path, text in read(root, patterns).items()
+        for line, message in script_phrases(text, code=code)
+    ]
+    pages = {
+        path: [*long_lines(text)]
+        for path, text in texts.items()
+        if not path.startswith(GENERATED_TABLES)
+    }
     wide = {path for path, lines in pages.items() if lines}
     found += [
         f"{path}:{line}: {message}"

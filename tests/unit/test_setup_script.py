@@ -206,7 +206,7 @@ def test_where_uv_fails_or_is_not_served_pip_installs(machine: Machine, missing:
     machine.has("bin/python3.12", "3.12", served="configured")
     done = machine.set_up(**{missing: "yes"})
     assert done.returncode == 0
-    assert ("uv failed (its words:" in done.stdout) == (missing == "BROKEN_UV")
+    assert ("uv failed (its output:" in done.stdout) == (missing == "BROKEN_UV")
     asked = [one for one in machine.asked.read_text().splitlines() if "--dry-run" not in one]
     assert sum("-m uv pip" in one for one in asked) == (1 if missing == "BROKEN_UV" else 0)
     for what in ("torch==", "others.txt", "tasks.txt", "--editable ."):

@@ -3,6 +3,7 @@
 import ast
 import gc
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,17 @@ def style() -> Iterator[Any]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FILE.parent)
+        spec.loader.exec_module(module)
     gc.disable()
     yield module
     gc.enable()
+
+
+@pytest.fixture(scope="module")
+def prose(style: Any) -> Any:
+    return sys.modules["prose"]
 
 
 @thorough  # `make lint` checks the same
@@ -57,8 +65,52 @@ def test_a_banned_phrase_is_rejected_on_a_page_and_not_in_its_code(style: Any) -
     assert [line for line, _ in style.page_phrases(page)] == [3, 12]
 
 
-def test_every_banned_phrase_is_found_in_a_sentence(style: Any) -> None:
-    for phrase in style.PHRASES:
+def test_a_banned_phrase_is_rejected_in_a_script(style: Any) -> None:
+    script = (
+        "#!/bin/bash\n# The run goes\n#   on. `tell` is code.\ntold=1 # it is\n# here\n"
+        'echo "It wants $1" # A run that is no run.\n\n\n# The last says.\n'
+    )
+    assert [line for line, _ in style.script_phrases(script, code=True)] == [2, 4, 6, 6, 9]
+    assert [line for line, _ in style.script_phrases(script, code=False)] == [2, 6, 9]
+    data = "# The goal\nprompt: tell me # nobody reads\nurl: a#tell\n"
+    assert [line for line, _ in style.script_phrases(data, code=False)] == [2]
+
+
+def test_scripts_data_files_and_pages_of_each_folder_are_checked(
+    style: Any, tmp_path: Path
+) -> None:
+    files = {
+        "Dockerfile": "RUN echo 'it wants a'\n",
+        "Dockerfile.cpu": "# It wants.\n",
+        "Makefile": "# It wants.\n",
+        ".ci/run": "# It wants.\n",
+        "pyproject.toml": 'name = "it wants"\n',
+        "launchers/a.sh": "# It wants.\n",
+        "launchers/slurm/a.sbatch": "# It wants.\n",
+        "launchers/kubernetes/a.yaml": "# It wants.\n",
+        "examples/a.yaml": "prompt: it wants # but this nobody\n",
+        "examples/recipes/run.sh": "# It wants.\n",
+        "examples/stability/PLAN.md": "It wants.\n",
+        "benchmarks/results.md": "It wants.\n",
+        "tests/data/golden/README.md": "It wants.\n",
+    }
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    found = [one for one in style.check(tmp_path) if "write " in one]
+    assert sorted(one.split(":")[0] for one in found) == sorted(files)
+    assert sum("nobody" in one for one in found) == 1
+
+    wide = "word " * 21
+    for path in ("benchmarks/results.md", f"{style.GENERATED_TABLES}quick/tables.md"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{wide}\n")
+    (found,) = [one for one in style.check(tmp_path) if "105 columns" in one]
+    assert found.startswith("benchmarks/results.md:1: ")
+
+
+def test_every_banned_phrase_is_found_in_a_sentence(style: Any, prose: Any) -> None:
+    for phrase in prose.PHRASES:
         for text in (f"It is {phrase} here.", f"{phrase.capitalize()} here."):
             assert phrase in style.found_phrases(text), phrase
     assert [*style.found_phrases("No more than it.tell, go on_exit, and there is no key.")] == []
