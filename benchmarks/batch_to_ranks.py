@@ -88,8 +88,8 @@ def as_rank(
         assert received is not None
         assert len(received) == args.samples
     if rank in (0, ranks - 1):
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        found = {"ms": statistics.median(took[1:]), "memory_mib": most}
+        maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        found = {"ms": statistics.median(took[1:]), "memory_mib": maximum}
         (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
 

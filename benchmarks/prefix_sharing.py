@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.policy import LEAST_SHARING, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.policy import MIN_SHARING, ParallelConfig, PolicyConfig
 from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.batch_shares import receive
@@ -117,7 +117,7 @@ def main() -> None:
     )
     batches = {
         name: receive(lambda: whole, layout, sharing=sharing)
-        for name, sharing in (("shared", LEAST_SHARING), ("apart", None))
+        for name, sharing in (("shared", MIN_SHARING), ("apart", None))
     }
     seconds: dict[str, list[float]] = {name: [] for name in batches}
     metrics: dict[str, dict[str, float]] = {}

@@ -19,7 +19,7 @@ from typing import Any
 import publish_phases
 import random_model
 
-LENT_BYTES = 32 * 2**20
+IPC_BUCKET_BYTES = 32 * 2**20
 
 
 class Cutting:
@@ -83,9 +83,11 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
                 )
             )
         ray.get(handle.read_as.remote("cuda_ipc"), timeout=60)
-        buckets = random_model.shards_of(shards._exporter, LENT_BYTES)
+        buckets = random_model.shards_of(shards._exporter, IPC_BUCKET_BYTES)
         versions = iter(range(rounds + 2, 4 * rounds))
-        lent = [publisher.lend(next(versions), buckets) for _ in range(rounds)][1:]
+        published = [publisher.publish_on_demand(next(versions), buckets) for _ in range(rounds)][
+            1:
+        ]
         ray.get(handle.read_as.remote("shared_memory"), timeout=60)
         publisher.connect(spec.log_dir)
         collective = [publisher.publish(next(versions), shards.parts()) for _ in range(rounds)]
@@ -110,9 +112,9 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
         "parts_ms": publish_phases.medians_ms(parts),
         "cuda_ipc": {
             "buckets": len(buckets.buckets),
-            "stage_ms": _median_ms(lent, "staged_s"),
-            "publish_ms": _median_ms(lent, "seconds"),
-            "publish_ratio": round(_median_ms(lent, "seconds") / (1e3 * copy_s), 2),
+            "stage_ms": _median_ms(published, "staged_s"),
+            "publish_ms": _median_ms(published, "seconds"),
+            "publish_ratio": round(_median_ms(published, "seconds") / (1e3 * copy_s), 2),
         },
         "collective": {
             f"{what}_ms": _median_ms(collective, name)

@@ -197,7 +197,7 @@ class Publisher:
         self._buckets = buckets
         self._staging = Staging(SharedMemory())
         self._communicator: Any = None
-        self._lending: Any = None
+        self._ipc_buckets: Any = None
 
     def connect(self, logs: Path) -> None:
         """Connect the engine to a collective, which carries all later versions."""
@@ -210,7 +210,7 @@ class Publisher:
         meeting = ray.get(sender.open.remote(1), timeout=60)
         self._communicator = EngineCommunicator("here", sender, RemoteEngine(self._handle), meeting)
 
-    def lend(self, version: int, shards: Any) -> Published:
+    def publish_on_demand(self, version: int, shards: Any) -> Published:
         """Publish by cuda_ipc: bucket by bucket, each filled while the engine loads the previous
         one."""
         from dataclasses import replace
@@ -220,20 +220,20 @@ class Publisher:
         from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
         from megatron_async_rl.weights.manifest import IN_FLIGHT, require_equal
 
-        if self._lending is None:
-            self._lending = IpcBuckets(CudaIpc(torch.device("cpu")))
-        lending, last = self._lending, len(shards.buckets) - 1
-        manifest = lending.stage(version, shards.buckets, shards.parts())
+        if self._ipc_buckets is None:
+            self._ipc_buckets = IpcBuckets(CudaIpc(torch.device("cpu")))
+        staging, last = self._ipc_buckets, len(shards.buckets) - 1
+        manifest = staging.stage(version, shards.buckets, shards.parts())
         began = time.perf_counter()
-        following = lending.fill(0, 0, shards.parts(0))
+        following = staging.fill(0, 0, shards.parts(0))
         for number in range(last + 1):
             part = replace(manifest, buckets=(following,))
             call = self._handle.update.remote(version, part, number == 0, number == last)
             if number < last:
                 ahead = number + 1
-                following = lending.fill(ahead, ahead % IN_FLIGHT, shards.parts(ahead))
+                following = staging.fill(ahead, ahead % IN_FLIGHT, shards.parts(ahead))
             loaded = self._answer(call)
-        lending.release()
+        staging.release()
         require_equal("engine-0", manifest.digests, loaded)
         spent_s = time.perf_counter() - began
         return Published(
@@ -270,8 +270,8 @@ class Publisher:
 
     def close(self) -> None:
         self._staging.close()
-        if self._lending is not None:
-            self._lending.close()
+        if self._ipc_buckets is not None:
+            self._ipc_buckets.close()
 
 
 def measure_all(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 STORED = Path(__file__).with_name("durations.json")
-LEAST_S = 0.5
+MIN_S = 0.5
 """Shorter files are not recorded: their order does not matter."""
 
 
@@ -73,6 +73,6 @@ class Recorder:
         kept = {
             file: round(seconds, 1)
             for file, seconds in sorted(self._seconds.items())
-            if seconds >= LEAST_S
+            if seconds >= MIN_S
         }
         self._path.write_text(json.dumps(kept, indent=0) + "\n")

@@ -446,7 +446,7 @@ def kl_of(estimator: str, log: Tensor) -> Tensor:
 
 
 @dataclass
-class Step:
+class ReferenceStep:
     """One optimizer step: its loss, gradient by name, and control metrics."""
 
     loss: float
@@ -481,7 +481,7 @@ class Trainer:
 
     def train(
         self, version: int, batch: Sequence[Response], parts: Sequence[Sequence[str]]
-    ) -> list[Step]:
+    ) -> list[ReferenceStep]:
         """Return the optimizer steps on a batch of `version`. `parts`: ids of each minibatch."""
         self.past[version] = self._copy()
         self._precompute(version, batch)
@@ -524,7 +524,7 @@ class Trainer:
         advantage = self.objective.get("advantage", {"name": "grpo"})
         group_advantages(advantage["name"], advantage, batch)
 
-    def _step(self, version: int, batch: Sequence[Response], moved: bool) -> Step:
+    def _step(self, version: int, batch: Sequence[Response], moved: bool) -> ReferenceStep:
         leaves = {n: w.clone().requires_grad_() for n, w in self.weights.items()}
         outputs = {one.id: self.model.log_probs(leaves, one) for one in batch}
         current = {name: pi.detach() for name, (pi, _) in outputs.items()}
@@ -546,7 +546,7 @@ class Trainer:
         regime = self._apply(
             {n: g.clone() for n, g in gradient.items()}, version, batch, current, moved
         )
-        return Step(loss=float(total), gradient=gradient, regime=regime)
+        return ReferenceStep(loss=float(total), gradient=gradient, regime=regime)
 
     def _sample_loss(
         self,

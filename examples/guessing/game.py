@@ -6,7 +6,7 @@ Guessing at random finds the number in three of seven games; halving what is lef
 
 from __future__ import annotations
 
-from megatron_async_rl.rollout.environments import Step
+from megatron_async_rl.rollout.environments import EpisodeStep
 from megatron_async_rl.samples import Prompt
 
 GUESSES = 3
@@ -19,11 +19,11 @@ class Game:
         self.secret = int(prompt.fields["secret"])
         self.left = GUESSES
 
-    def step(self, response: str) -> Step:
+    def step(self, response: str) -> EpisodeStep:
         self.left -= 1
         guess = next((int(one) for one in response if one.isdigit()), None)
         if guess == self.secret:
-            return Step(reward=1.0, done=True)
+            return EpisodeStep(reward=1.0, done=True)
         if guess is None or self.left == 0:
-            return Step(done=True)
-        return Step(observation="h" if self.secret > guess else "l")
+            return EpisodeStep(done=True)
+        return EpisodeStep(observation="h" if self.secret > guess else "l")

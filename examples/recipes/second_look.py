@@ -3,7 +3,7 @@ whatever it has answered. It gets no hint on the answer; `rollout.reward` judges
 
 from __future__ import annotations
 
-from megatron_async_rl.rollout.environments import Step
+from megatron_async_rl.rollout.environments import EpisodeStep
 from megatron_async_rl.samples import Prompt
 
 AGAIN = (
@@ -18,6 +18,6 @@ class SecondLook:
     def reset(self, prompt: Prompt) -> None:
         """Return nothing: the first turn has no opening."""
 
-    def step(self, response: str) -> Step:
+    def step(self, response: str) -> EpisodeStep:
         self.looks -= 1
-        return Step(observation=AGAIN) if self.looks >= 0 else Step(done=True)
+        return EpisodeStep(observation=AGAIN) if self.looks >= 0 else EpisodeStep(done=True)

@@ -17,7 +17,7 @@ import numpy as np
 from measures import Row
 from rates import FRESH, Group, Measured, by_group, fresh, group_axes, measured, plateau, scanned
 
-LEAST_GAIN = 0.02
+MIN_GAIN = 0.02
 MARGIN = 0.02
 """An area that is worse by less is not inferior."""
 P_VALUE = 0.05
@@ -41,7 +41,7 @@ FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "2, clip_spared": (("clip_spared",), ("ppo_clip", "clip_beta1_0", MATCHED_LR)),
 }
 """Question -> methods, and what each of them is compared with."""
-AT_LEAST = {"displacement": "none", "clip_displacement": "ppo_clip"}
+NOT_INFERIOR_TO = {"displacement": "none", "clip_displacement": "ppo_clip"}
 """(d) Method at a lag -> the synchronous method that it must not be inferior to."""
 LOSSES = {
     **dict.fromkeys(("tis_displacement", "tis_spared", "tis_ess_lr"), "tis"),
@@ -63,15 +63,15 @@ class Comparison:
     where: str
     words: str
     measure: str
-    mine: Sample
-    theirs: Sample
+    own: Sample
+    others: Sample
     margin: float = 0.0
     """Above 0: is `mine` not inferior by so much, one-sided; else are they different?"""
 
     @property
     def counts(self) -> tuple[int, int]:
         return tuple(  # type: ignore[return-value]
-            len(one.values(self.measure)) if one else 0 for one in (self.mine, self.theirs)
+            len(one.values(self.measure)) if one else 0 for one in (self.own, self.others)
         )
 
     @property
@@ -80,17 +80,17 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        assert self.mine is not None
-        assert self.theirs is not None
-        return self.mine.mean(self.measure) - self.theirs.mean(self.measure)
+        assert self.own is not None
+        assert self.others is not None
+        return self.own.mean(self.measure) - self.others.mean(self.measure)
 
     @property
     def p(self) -> float:
-        assert self.mine is not None
-        assert self.theirs is not None
-        mine = [value + self.margin for value in self.mine.values(self.measure)]
+        assert self.own is not None
+        assert self.others is not None
+        own = [value + self.margin for value in self.own.values(self.measure)]
         one_sided = self.margin > 0
-        return permutation_p(mine, self.theirs.values(self.measure), one_sided=one_sided)
+        return permutation_p(own, self.others.values(self.measure), one_sided=one_sided)
 
 
 def chosen(rows: Sequence[Row]) -> dict[Group, Measured]:
@@ -136,25 +136,25 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
                     found.append(
                         Comparison(
                             family=family, where=where, words=f"{name} > {rival}", measure="area",
-                            mine=best.get(at(place, method=name)),
-                            theirs=best.get(at(place, method=rival)),
+                            own=best.get(at(place, method=name)),
+                            others=best.get(at(place, method=rival)),
                         )
                     )  # fmt: skip
         if lag is None or synchronous:
             continue
         not_inferior = [
-            *(("d", name, rival, {"lag": "s0"}) for name, rival in AT_LEAST.items()),
+            *(("d", name, rival, {"lag": "s0"}) for name, rival in NOT_INFERIOR_TO.items()),
             *(("2, no lower", name, rival, {}) for name, rival in LOSSES.items()),
         ]
         for family, name, rival, changed in not_inferior:
-            mine = best.get(at(place, method=name))
-            if mine is not None:
+            own = best.get(at(place, method=name))
+            if own is not None:
                 other = f"{rival} at s0" if changed else rival
                 found.append(
                     Comparison(
                         family=family, where=f"{where} {name}",
                         words=f"{name} ≥ {other}, less {MARGIN:g}", measure="area",
-                        mine=mine, theirs=best.get(at(place, method=rival, **changed)),
+                        own=own, others=best.get(at(place, method=rival, **changed)),
                         margin=MARGIN,
                     )
                 )  # fmt: skip
@@ -175,12 +175,12 @@ def by_lag(rows: Sequence[Row], axes: Sequence[str]) -> list[Comparison]:
     for measure in ("cosine", "area"):
         for (before, after), lr in itertools.product(places, LAG_RATES):
             pairs = [((*before, late, *after), (*before, early, *after)) for late, early in BY_LAG]
-            for (mine, theirs), (late, early) in zip(pairs, BY_LAG, strict=True):
+            for (own, others), (late, early) in zip(pairs, BY_LAG, strict=True):
                 found.append(
                     Comparison(
                         family=f"a, {measure}", where=" ".join((*before, *after)),
                         words=f"{late} ≠ {early} at lr {lr:g}", measure=measure,
-                        mine=runs.get((mine, lr)), theirs=runs.get((theirs, lr)),
+                        own=runs.get((own, lr)), others=runs.get((others, lr)),
                     )
                 )  # fmt: skip
     return found
@@ -208,7 +208,7 @@ def verdicts(rows: Sequence[Row]) -> list[tuple[Comparison, float | None, str]]:
                 found.append((one, None, f"{min(one.counts)} of {len(FRESH)}"))
                 continue
             size = abs(one.difference) if one.family in BOTH_WAYS else one.difference
-            large = one.margin > 0 or one.measure != "area" or size >= LEAST_GAIN
+            large = one.margin > 0 or one.measure != "area" or size >= MIN_GAIN
             found.append((one, p, "yes" if large and p < P_VALUE else "no"))
     return found
 
@@ -236,8 +236,8 @@ def permutation_p(
     observed = size(fmean(first) - fmean(second))
     extreme = dealt = 0
     for picked in itertools.combinations(range(len(values)), len(first)):
-        mine = values[list(picked)]
-        theirs = (values.sum() - mine.sum()) / len(second)
-        extreme += size(float(mine.mean() - theirs)) >= observed - 1e-12
+        own = values[list(picked)]
+        others = (values.sum() - own.sum()) / len(second)
+        extreme += size(float(own.mean() - others)) >= observed - 1e-12
         dealt += 1
     return extreme / dealt

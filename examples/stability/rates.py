@@ -124,17 +124,17 @@ def plateau(
     nowhere near it has a plateau of width 0.
     """
     top = max(range(len(rates)), key=lambda index: rates[index].area)
-    least = PLATEAU * (rates[top].area if by is None else by)
+    minimum = PLATEAU * (rates[top].area if by is None else by)
 
     def level(index: int) -> bool:
-        return not rates[index].missing and rates[index].area >= least
+        return not rates[index].missing and rates[index].area >= minimum
 
     low = high = top
     while low > 0 and level(low - 1):
         low -= 1
     while high + 1 < len(rates) and level(high + 1):
         high += 1
-    width = rates[high].lr / rates[low].lr if rates[top].area >= least else 0.0
+    width = rates[high].lr / rates[low].lr if rates[top].area >= minimum else 0.0
     collapses = (one.lr for one in rates if one.runs and 2 * one.collapsed >= len(one.runs))
     return rates[top], width, next(collapses, None)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from measures import Row
-from questions import LEAST_GAIN, LOSSES, MARGIN, P_VALUE, verdicts
+from questions import LOSSES, MARGIN, MIN_GAIN, P_VALUE, verdicts
 from rates import PLATEAU, by_group, fresh, group_axes, measured, plateau, scanned
 
 REACHED = 0.8
@@ -115,7 +115,7 @@ def questions(rows: Sequence[Row]) -> list[str]:
     lines = [
         "## The questions of PLAN.md, on the seeds that decide",
         "",
-        f"`>`: area larger by at least {LEAST_GAIN:g}. `≥`: not worse by {MARGIN:g}, one-sided."
+        f"`>`: area larger by at least {MIN_GAIN:g}. `≥`: not worse by {MARGIN:g}, one-sided."
         f" `≠`: different. Each by exact permutation, p < {P_VALUE:g} after Holm's correction over"
         " the comparisons of its question at its setting.",
         "",

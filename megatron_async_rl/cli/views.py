@@ -257,10 +257,10 @@ def engines(
 ) -> None:
     """Add or remove engines of a running run. New engines start from the newest weights;
     responses of a removed engine continue on the others."""
-    from megatron_async_rl.launch.run_lock import ask_for_engines
+    from megatron_async_rl.launch.run_lock import request_engines
 
     # Only a request: the controller decides and notes the result.
-    ask_for_engines(run, count)
+    request_engines(run, count)
     print_text(f"requested {count} engines of {run}: its screen shows which join and leave")
 
 

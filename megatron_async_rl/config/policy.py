@@ -239,7 +239,7 @@ def row_multiple(fp8: Fp8Config | None, *, sequence: bool) -> int:
     return fp8.facts.gathered if sequence else fp8.facts.rows
 
 
-LEAST_SHARING = 1 / 16
+MIN_SHARING = 1 / 16
 """Share of a batch's tokens that shared prefixes must save with `prefix_sharing: auto`."""
 KEYS_PER_TOKEN = 8
 """Number of keys, copied for responses that continue a shared prefix, that need as much of
@@ -364,11 +364,11 @@ class PolicyConfig(Strict):
         return ""
 
     @property
-    def least_sharing(self) -> float | None:
+    def min_sharing(self) -> float | None:
         """Least share of a batch's tokens that shared prefixes must save; null: none are shared."""
         if self.not_shared:
             return None
-        return 0.0 if self.prefix_sharing == "always" else LEAST_SHARING
+        return 0.0 if self.prefix_sharing == "always" else MIN_SHARING
 
     @property
     def row_multiple(self) -> int:

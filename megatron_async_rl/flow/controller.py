@@ -260,7 +260,7 @@ class Controller(Listener):
         waited_from = time.monotonic()
         while True:
             # Checked before a batch is taken: a batch that is taken trains.
-            if self._stop_asked():
+            if self._stop_requested():
                 return None
             self._require_no_failure()
             if self._scheduler.version is not None:
@@ -291,7 +291,7 @@ class Controller(Listener):
         self._sample_log.trained([group.index for group in groups], batch, version + 1, parts)
         return train_batch(groups, version, parts)
 
-    def _stop_asked(self) -> bool:
+    def _stop_requested(self) -> bool:
         run_dir = self._spec.run_dir
         return run_dir is not None and (run_dir / watch.STOP).exists()
 

@@ -376,7 +376,7 @@ class EngineTask:
 
         async def load() -> Mapping[str, str]:
             if staged.manifest.on_demand:
-                return await self._load_lent(engine, staged)
+                return await self._load_on_demand(engine, staged)
             return await self._request(version, engine.update(staged.version, staged.manifest))
 
         def verify(loaded: Mapping[str, str]) -> None:
@@ -405,7 +405,7 @@ class EngineTask:
             with phases.step("wake cache"):
                 await self._request("wake its cache", engine.wake())
 
-    async def _load_lent(self, engine: Engine, staged: Staged) -> dict[str, str]:
+    async def _load_on_demand(self, engine: Engine, staged: Staged) -> dict[str, str]:
         """Load bucket by bucket, and release each as soon as it is loaded. An engine that holds a
         bucket for `unresponsive_s` is lost, because others wait for it."""
         updates, index, manifest = self._updates, self.slot.index, staged.manifest

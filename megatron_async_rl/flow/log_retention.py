@@ -3,7 +3,7 @@
 Invariant: the segments from which the oldest kept checkpoint can be replayed stay, even beyond
 `samples.keep_mib`: a replay from there needs the batches of all later steps, and their samples may
 have finished earlier, by as many steps as the staleness bound. A replay store (`flow.selection:
-replay`) may hold older samples, which are not kept for it. The log never exceeds MOST times
+replay`) may hold older samples, which are not kept for it. The log never exceeds MAX_EXCESS times
 `samples.keep_mib`.
 """
 
@@ -18,7 +18,7 @@ from megatron_async_rl.samples.frames import FOLDER, TABLES, SegmentBroken, file
 from megatron_async_rl.samples.recorded import NotRecorded, RecordedBatches
 from megatron_async_rl.samples.segments import size_of
 
-MOST = 4
+MAX_EXCESS = 4
 
 
 def make_room(run_dir: Path, keep: int, added: int, async_ratio: float) -> str | None:
@@ -31,7 +31,7 @@ def make_room(run_dir: Path, keep: int, added: int, async_ratio: float) -> str |
     while old and (total := sum(sizes.values()) + added) > keep:
         # Computed only if something would be deleted: it reads a part of each segment.
         needed = first_needed(run_dir, max_lag(async_ratio)) if needed is None else needed
-        if old[0] >= needed and total <= MOST * keep:
+        if old[0] >= needed and total <= MAX_EXCESS * keep:
             size = -(-total // 2**20)
             return (
                 f"the sample log uses {size} MiB, more than samples.keep_mib: {keep // 2**20},"

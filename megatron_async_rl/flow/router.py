@@ -209,7 +209,7 @@ class Requests:
             if pending is None or aborted.id not in slot.aborting:
                 raise EngineLost(f"it aborted {aborted.id}, which was not requested", suspect=False)
             self._release(slot, aborted.id)
-            self._engines.notify(partial(self._ask_again, pending, aborted))
+            self._engines.notify(partial(self._repeat_request, pending, aborted))
         self.dispatch()
 
     def take_back(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
@@ -249,7 +249,7 @@ class Requests:
             assert engine is not None
             self._engines.send(slots[index], partial(engine.submit, requests), "accept requests")
 
-    def _ask_again(self, pending: PendingRequest, aborted: Aborted) -> None:
+    def _repeat_request(self, pending: PendingRequest, aborted: Aborted) -> None:
         if pending.answer is not None:
             if not pending.answer.done():
                 self._lanes.add(pending, first=True)
@@ -311,7 +311,7 @@ def all_lost(slots: Iterable[EngineSlot], evaluates: bool) -> EngineFailed:
     return EngineMemoryOut(message, *out[0]) if out else EngineFailed(message)
 
 
-AFFINITY_LEAST = 8
+MIN_AFFINITY_SLACK = 8
 """Minimum slack: an engine with the prompt in its cache may have this many requests more than the
 least loaded engine."""
 LOOKAHEAD = 4
@@ -348,25 +348,25 @@ class Router:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._slack = max(AFFINITY_LEAST, capacity // 16)
+        self._slack = max(MIN_AFFINITY_SLACK, capacity // 16)
         self._last: OrderedDict[int, int] = OrderedDict()
 
     def choose[P: EngineCandidate](self, slots: Sequence[P], group: int, limit: int) -> P | None:
         """Return an engine and remember it for the group; None if all hold `limit` requests. Of
         several engines with the same load, return the first."""
-        least = min(slots, key=lambda slot: len(slot.held), default=None)
-        if least is None or len(least.held) >= limit:
+        emptiest = min(slots, key=lambda slot: len(slot.held), default=None)
+        if emptiest is None or len(emptiest.held) >= limit:
             return None
         last = self._last.get(group)
         near = None if last is None else next((slot for slot in slots if slot.index == last), None)
         # Up to this imbalance, a cached prefix saves more than the imbalance costs.
-        if near is not None and len(near.held) < min(limit, len(least.held) + self._slack + 1):
+        if near is not None and len(near.held) < min(limit, len(emptiest.held) + self._slack + 1):
             return near
-        self._last[group] = least.index
+        self._last[group] = emptiest.index
         if len(self._last) > GROUPS_REMEMBERED:
             # The oldest group has most likely finished.
             self._last.popitem(last=False)
-        return least
+        return emptiest
 
 
 class EvenRouter(Router):

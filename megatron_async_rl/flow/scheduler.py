@@ -469,7 +469,7 @@ class ReplayStore:
     def _draw(
         self, prompt: str, index: int, version: int, count: int, chance: np.random.Generator
     ) -> SampleGroup:
-        prompt_asked, stored = self._stored[prompt]
+        requested_prompt, stored = self._stored[prompt]
         samples = list(stored.values())
         scores = self._settings.inverse_temperature * np.array(
             [sample.reward for sample in samples]
@@ -481,4 +481,4 @@ class ReplayStore:
             samples[which].renamed(f"{samples[which].id}@{version}.{index}-{k}")
             for k, which in enumerate(drawn)
         ]
-        return SampleGroup(index, prompt_asked, tuple(own))
+        return SampleGroup(index, requested_prompt, tuple(own))

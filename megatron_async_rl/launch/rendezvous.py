@@ -14,7 +14,7 @@ Invariants:
   run directory, and node 0 and the node reach each other's ranks;
 - the store is open from the beginning, before node 0 reads its config: nodes may refuse in any
   order;
-- a node that does not start ends at most TELL_S after it reported this to its user;
+- a node that does not start ends at most REFUSAL_S after it reported this to its user;
 - every wait has a name and a limit. torch's client has no limit: it waits forever for a server that
   accepts the connection and does not answer;
 - no value is unpickled, and a value that is not one of the above counts as absent;
@@ -58,7 +58,7 @@ from megatron_async_rl.watchdog.progress_monitor import LAUNCHER, ProcessState, 
 from megatron_async_rl.weights.bound_store import listen, serve_store
 
 POLL_S = 0.1
-TELL_S = 10.0
+REFUSAL_S = 10.0
 """Longest time that a node that does not start waits for the others to read its reason. Schedulers
 start the nodes of a job within about this time of each other."""
 CONNECT_S = 1.0
@@ -185,7 +185,7 @@ class PeerNodes:
         self.close()
         return found
 
-    def refuse(self, why: str, within_s: float = TELL_S) -> None:
+    def refuse(self, why: str, within_s: float = REFUSAL_S) -> None:
         """Report to the other nodes that this one does not start.
 
         Node 0 waits up to `within_s` until all have read the reason, another node until node 0 has

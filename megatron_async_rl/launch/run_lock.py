@@ -98,7 +98,7 @@ def refuse_taken(run_dir: Path) -> None:
         os.close(descriptor)
 
 
-def ask_for_engines(run_dir: Path, count: int) -> None:
+def request_engines(run_dir: Path, count: int) -> None:
     """Request this number of training engines of the run in `run_dir`; the run notes the result.
 
     Raises RunDirectoryError if no run is active there, or if its engines cannot join or leave.

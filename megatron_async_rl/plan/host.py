@@ -269,8 +269,8 @@ def free_memory_problems(
     if machine.free_memory is None or here is None:
         return []
     # Free memory and the estimates are uncertain: a doubtful case is not refused.
-    least = here.certain + (1 - DOUBT) * (here.total - here.certain)
-    if least <= machine.free_memory:
+    minimum = here.certain + (1 - DOUBT) * (here.total - here.certain)
+    if minimum <= machine.free_memory:
         return []
     return [
         Problem(

@@ -24,8 +24,10 @@ class GroupTokens:
         """Return a group of the run. responses: on one rank; null for all of the group."""
         count = config.flow.group_size if responses is None else responses
         saved = (count - 1) * prompt
-        least = config.policy.least_sharing
-        shared = least is not None and saved > 0 and saved >= least * count * (prompt + response)
+        minimum = config.policy.min_sharing
+        shared = (
+            minimum is not None and saved > 0 and saved >= minimum * count * (prompt + response)
+        )
         return cls(prompt=prompt, response=response, responses=count, shared=shared)
 
     @property

@@ -27,7 +27,7 @@ HOUR_S = 3600.0
 CHECKPOINTS, UNFINISHED, UNFINISHED_EXPORT = "checkpoint", "unfinished_*", "hf.unfinished"
 """Folder in run.dir, names of checkpoints in it that a save did not complete, and the same of the
 exported model."""
-LEAST_CHECKPOINTS = 3
+MIN_CHECKPOINTS = 3
 """Number of checkpoints that exist during a save with the smallest checkpoint.keep."""
 
 
@@ -176,7 +176,7 @@ def _too_small(parts: Sequence[tuple[Path, str, int, int]], sums: Totals) -> lis
     if not disk.total or needed <= free:
         return []
     fixes = ["free space there", "set run.dir to a folder on a larger disk"]
-    if sums.checkpoints > LEAST_CHECKPOINTS:
+    if sums.checkpoints > MIN_CHECKPOINTS:
         fixes.insert(1, "set checkpoint.keep: 1")
     return [
         Problem(
@@ -200,7 +200,7 @@ def checkpoints_at_once(config: Config) -> int:
     saved = math.ceil(config.run.steps / every) if every else 1
     # The new one is complete before the oldest is removed. The checkpoint before it always stays,
     # because no step has confirmed the newest weights.
-    return min(saved, max(config.checkpoint.keep + 1, LEAST_CHECKPOINTS))
+    return min(saved, max(config.checkpoint.keep + 1, MIN_CHECKPOINTS))
 
 
 def _time(sums: Totals, step_s: float | None) -> str:

@@ -62,7 +62,7 @@ WINDOW = 50
 """Number of steps in the median."""
 ENOUGH = 5
 """Smallest number of norms for a median; fewer do not characterise a run."""
-MOST = 0.5
+MIN_CAUSE_SHARE = 0.5
 """Share of the gradient's length that a part of the batch must have to be named as its cause."""
 
 WHOLE = 16
@@ -248,7 +248,7 @@ class AnomalyReport(PartGradients):
         build: BuildRows,
         consume: Consume,
     ) -> Sequence[int]:
-        enough = MOST * norm if math.isfinite(norm) else math.inf
+        enough = MIN_CAUSE_SHARE * norm if math.isfinite(norm) else math.inf
         found: Sequence[int] = range(count)
         with self._preserved():
             # Every rank makes the same halves, because all norms are all-reduced.

@@ -36,7 +36,7 @@ from megatron_async_rl.policy.packing import balanced
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.samples.columns import as_stream, flat, from_stream
 from megatron_async_rl.samples.prefixes import shared_prefixes
-from megatron_async_rl.samples.rank_batch import NOBODY, RankBatch, numbers_of, tokens_of
+from megatron_async_rl.samples.rank_batch import NO_RANK, RankBatch, numbers_of, tokens_of
 from megatron_async_rl.samples.rows import TrainBatch
 
 
@@ -85,8 +85,8 @@ def split(
     one rank. sharing: least share of the tokens that shared prefixes must save to
     be shared; null: samples share nothing. A sample whose reward failed has no owner."""
     samples = batch.samples
-    owner = np.full(samples.num_rows, NOBODY, dtype=np.int64)
-    # A sample whose reward failed is in no minibatch: its owner stays NOBODY.
+    owner = np.full(samples.num_rows, NO_RANK, dtype=np.int64)
+    # A sample whose reward failed is in no minibatch: its owner stays NO_RANK.
     trained = np.flatnonzero(samples.column("valid").to_numpy(zero_copy_only=False))
     place = samples.column("group").to_numpy()
     part = np.array(batch.parts, dtype=np.int64)[place] if batch.parts else np.zeros_like(place)
@@ -94,7 +94,7 @@ def split(
     if sharing is not None:
         # Per part, because a part that arrives alone must share what it shares in its batch.
         divided = [trained[rows] for rows in rows_of_parts(part[trained])] or [trained]
-        shared = pc.coalesce(*(shared_prefixes(samples, rows, least=sharing) for rows in divided))
+        shared = pc.coalesce(*(shared_prefixes(samples, rows, minimum=sharing) for rows in divided))
     prompts, responses = (flat(samples.column(name))[1] for name in ("prompt_ids", "response_ids"))
     lengths = (prompts + responses)[trained]
     group = place[trained]

@@ -211,7 +211,7 @@ class Policy:
             self.layout,
             minibatches=self.objective.config.minibatches,
             whole_groups=self.baseline is not None,
-            sharing=self.config.least_sharing,
+            sharing=self.config.min_sharing,
         )
 
     def accumulate(self, part: RankBatch) -> None:

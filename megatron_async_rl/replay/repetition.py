@@ -323,20 +323,20 @@ def compare(
             found.identical += 1
         elif found.first_different is None:
             found.first_different = step
-        for name, least in COMPARED.items():
+        for name, minimum in COMPARED.items():
             here, there = number(row, name), number(of_run.get(step, {}), name)
             if here is not None or there is not None:
-                difference = _relative_difference(here, there, least)
+                difference = _relative_difference(here, there, minimum)
                 found.largest[name] = max(found.largest.get(name, 0.0), difference)
 
 
-def _relative_difference(here: float | None, there: float | None, least: float) -> float:
+def _relative_difference(here: float | None, there: float | None, minimum: float) -> float:
     """Return the relative difference of two numbers; infinite if exactly one of them is missing or
     not finite, or if both are infinite with other signs."""
     if here is None or there is None:
         return math.inf
     if math.isfinite(here) and math.isfinite(there):
-        return abs(here - there) / max(abs(here), abs(there), least)
+        return abs(here - there) / max(abs(here), abs(there), minimum)
     # Their quotient is nan, which is never above a tolerance.
     same = here == there or (math.isnan(here) and math.isnan(there))
     return 0.0 if same else math.inf

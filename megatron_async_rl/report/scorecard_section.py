@@ -19,7 +19,7 @@ FILE = "verify.json"
 SHOWN_DETAILS = 5
 
 
-class _Row(Strict):
+class _StoredRow(Strict):
     name: str
     value: str
     bound: str
@@ -32,7 +32,7 @@ class _Card(Strict):
     subject: str
     verdict: str
     notes: list[str]
-    rows: list[_Row]
+    rows: list[_StoredRow]
 
 
 _CARD = TypeAdapter(_Card)
@@ -67,7 +67,7 @@ def scorecard_section(run_dir: Path) -> str:
     )
 
 
-def _row(row: _Row) -> str:
+def _row(row: _StoredRow) -> str:
     value, verdict = html.escape(row.value), html.escape(row.verdict)
     if row.verdict == "failed":
         verdict = '<b class="worse">FAILED</b>'

@@ -30,12 +30,12 @@ FIRST_COMPARED = 256
 
 
 def shared_prefixes(
-    samples: pa.RecordBatch, rows: NDArray[np.int64], *, least: float = 0.0
+    samples: pa.RecordBatch, rows: NDArray[np.int64], *, minimum: float = 0.0
 ) -> pa.ListArray:
     """Return the column SHARED of a batch with columns NUMERIC or SCHEMA: for each segment of the
     samples `rows`, the number of tokens in the shared prefix of its family, 0 for a family of one
-    segment; null for other samples, and for all if prefixes save less than the share `least` of the
-    tokens that the model reads."""
+    segment; null for other samples, and for all if prefixes save less than the share `minimum` of
+    the tokens that the model reads."""
     tokens = tokens_of(samples, rows)
     ids, totals = flat(tokens.column("token_ids"))
     chosen = pa.array(rows)
@@ -64,7 +64,7 @@ def shared_prefixes(
         saved += (len(family) - 1) * common
 
     found: list[NDArray[np.int32] | None] = [None] * samples.num_rows
-    if saved and saved >= least * int((segments - 1).sum()):
+    if saved and saved >= minimum * int((segments - 1).sum()):
         for row, own in zip(rows.tolist(), np.split(shared, np.cumsum(counts)[:-1]), strict=True):
             found[row] = own
     return list_array(found, SHARED.type)

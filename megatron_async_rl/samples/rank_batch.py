@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megatron_async_rl.samples.columns import NUMERIC, ROUTED, flat, spans
 
-NOBODY = -1
+NO_RANK = -1
 """Owner of a sample that is not trained on."""
 
 SHARED = pa.field("shared", pa.list_(pa.int32()))

@@ -35,8 +35,8 @@ _OF_VERSIONS = ("evaluated", "repeated")
 """Outcomes whose `step` is not that of the next batch."""
 
 _KEY = pa.schema([SCHEMA.field(name) for name in ("id", "finished_at")])
-_Key = tuple[str, float]
-_Place = tuple[int, int]
+_SampleKey = tuple[str, float]
+_BatchRow = tuple[int, int]
 
 
 class NotRecorded(ValueError):
@@ -173,9 +173,9 @@ class RecordedBatches:
             )
         return newest, trained, tuple(consumed["place"].drop_null().to_pylist())
 
-    def _rows_of(self, keys: Sequence[_Key], newest: int, step: int) -> pa.Table:
+    def _rows_of(self, keys: Sequence[_SampleKey], newest: int, step: int) -> pa.Table:
         """Return the samples' rows in the order of `keys`. newest: segment of their outcomes."""
-        where: dict[_Key, tuple[int, int, int]] = {}
+        where: dict[_SampleKey, tuple[int, int, int]] = {}
         wanted = set(keys)
         for segment in reversed(self._segments[: self._segments.index(newest) + 1]):
             known = self._places_in(segment, wanted)
@@ -199,7 +199,9 @@ class RecordedBatches:
             order += at
         return pa.concat_tables(parts, promote_options="default").take(pa.array(np.argsort(order)))
 
-    def _places_in(self, segment: int, wanted: Collection[_Key]) -> dict[_Key, _Place]:
+    def _places_in(
+        self, segment: int, wanted: Collection[_SampleKey]
+    ) -> dict[_SampleKey, _BatchRow]:
         """Return the newest (batch, row) of the samples that are in a segment."""
         keys = self._keys_of(segment)
         # By arrow first: a dict of all samples takes seconds for a segment of short ones.

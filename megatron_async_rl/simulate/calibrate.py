@@ -34,7 +34,7 @@ from megatron_async_rl.simulate.rates import ResponseLengths, SimulationRates
 
 Measurements = NDArray[np.float64]
 
-LEAST_STEPS = 6
+MIN_STEPS = 6
 NEWEST_STEPS = 20_000
 """Number of last steps of a longer run from which rates are derived."""
 TOGETHER_S = 0.02
@@ -148,7 +148,7 @@ class _RunLog:
             raise _lacks(run, "no config.yaml of a run that samples") from None
         # Without the warm-up at the start, and the end, at which engines run out of work.
         self.rows = rows[len(rows) // 5 : len(rows) - math.ceil(ratio) - 1]
-        if len(self.rows) < LEAST_STEPS:
+        if len(self.rows) < MIN_STEPS:
             raise _lacks(run, f"only {len(rows)} steps")
         self.last = rows[-1]
         since, until = (number(row, "time") or 0.0 for row in (self.rows[0], self.rows[-1]))

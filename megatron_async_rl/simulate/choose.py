@@ -45,7 +45,7 @@ from megatron_async_rl.simulate.rates import (
 from megatron_async_rl.simulate.simulation import SimulationResult, simulate
 
 RATIOS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
-SAMPLES, ENGINES, LEAST_ENGINES = 512, 8, 4
+SAMPLES, ENGINES, MIN_ENGINES = 512, 8, 4
 """Largest step and fleet that are simulated in full. For larger ones a part represents all, with
 several engines, because engines load one after another."""
 CLOSE = 0.98
@@ -153,8 +153,8 @@ def part_of(prompts: int, group_size: int, engines: int) -> tuple[int, int]:
     # Small enough to simulate in full.
     if engines <= ENGINES and prompts * group_size <= 2 * SAMPLES:
         return engines, prompts
-    maximum = max(LEAST_ENGINES, min(ENGINES, engines * SAMPLES // (prompts * group_size)))
-    counts = range(min(engines, LEAST_ENGINES), min(engines, maximum) + 1)
+    maximum = max(MIN_ENGINES, min(ENGINES, engines * SAMPLES // (prompts * group_size)))
+    counts = range(min(engines, MIN_ENGINES), min(engines, maximum) + 1)
 
     def off(count: int) -> float:
         return abs(math.log(max(1, round(prompts * count / engines)) * engines / (prompts * count)))

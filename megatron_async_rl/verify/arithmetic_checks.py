@@ -129,17 +129,17 @@ class TokenCounts(RunCheck):
         step_tokens = config.flow.prompts_per_step * config.flow.group_size * longest
         # A resume loses the counts of at most the groups in flight.
         window = (max_lag(config.flow.async_ratio) + 2) * step_tokens
-        least = self._trained - (starts - 1) * window
+        minimum = self._trained - (starts - 1) * window
         lost = sum(number(self._last, name) or 0 for name in ("flow/in_flight", "flow/aborted"))
         lost += (number(self._last, "engine/restarts") or 0) * config.rollout.max_concurrent
         # An environment may leave sampled tokens out of its sample, or begin a response again.
         bounded = starts == 1 and config.rollout.environment is None
-        most = self._finished + lost * longest if bounded else math.inf
+        maximum = self._finished + lost * longest if bounded else math.inf
         value = (
             f"{generated:,} generated; {self._trained:,} trained, {self._finished:,} in finished"
             " samples"
         )
-        ok = least <= generated <= most
+        ok = minimum <= generated <= maximum
         return row(GENERATED, value, GENERATED_BOUND, ok, GENERATED_REMEDY)
 
 

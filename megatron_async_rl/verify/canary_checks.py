@@ -294,8 +294,8 @@ def probability_score(samples: CanarySamples) -> float:
     # Rounding may exceed 1.
     root = np.sqrt(np.minimum(expected[certain], 1.0))
     squares = differences**2
-    least = max(float(squares[certain].sum()), float((root**3 * (1.0 - root)).sum()))
-    spread = math.sqrt(float(squares[~certain].sum()) + least)
+    minimum = max(float(squares[certain].sum()), float((root**3 * (1.0 - root)).sum()))
+    spread = math.sqrt(float(squares[~certain].sum()) + minimum)
     return float(differences.sum()) / spread if spread else 0.0
 
 

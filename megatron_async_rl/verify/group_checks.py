@@ -89,8 +89,8 @@ class GroupSizes(RunCheck):
 
     def result(self) -> Iterable[ScorecardRow]:
         self._close()
-        most = f"{MAX_ERRORS:.0%} (or {MIN_ERRORS - 1})"
-        bound = f"{self._size} samples each; at most {most} reward errors"
+        maximum = f"{MAX_ERRORS:.0%} (or {MIN_ERRORS - 1})"
+        bound = f"{self._size} samples each; at most {maximum} reward errors"
         if not self._finished:
             yield absent(SIZES, "no samples were read", bound, SIZE_REMEDY)
             return

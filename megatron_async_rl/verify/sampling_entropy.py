@@ -69,7 +69,7 @@ class SamplingEntropy(RunCheck):
         if not self._entropy and self._why is not None:
             yield absent(NAME, self._why, BOUND, REMEDY)
             return
-        tokens = difference = variance = least = 0.0
+        tokens = difference = variance = minimum = 0.0
         for step, (count, total, squares) in self._sums.items():
             entropy, expected = self._entropy[step]
             # A step with samples that were not read would compare different tokens.
@@ -81,14 +81,14 @@ class SamplingEntropy(RunCheck):
             # A policy that is nearly certain has variance in tokens too rare for the sample: at
             # most two tokens with probabilities 1 - q and q give about q log(q)^2.
             small = min(max(entropy, 1e-12), 1.0)
-            least += count * small * (1.0 - math.log(small))
+            minimum += count * small * (1.0 - math.log(small))
         if tokens < MIN_TOKENS or not math.isfinite(difference):
             why = f"{int(tokens)} tokens in steps entirely at lag 0; {MIN_TOKENS} are needed"
             if tokens >= MIN_TOKENS:
                 why = "a log-prob or an entropy is not finite"
             yield absent(NAME, why, BOUND, REMEDY)
             return
-        z = difference / math.sqrt(max(variance, least))
+        z = difference / math.sqrt(max(variance, minimum))
         value = (
             f"mean -log p minus entropy {difference / tokens:+.2g} nats, {z:+.1f} standard"
             f" deviations, {int(tokens):,} tokens"

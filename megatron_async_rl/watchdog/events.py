@@ -44,7 +44,7 @@ EVENTS_FILE = "events.jsonl"
 STATUS_FILE = "status.json"
 FINAL = ("stopped", "finished", "failed")
 """Final phases of a run."""
-OURS = "megatron_async_rl."
+PACKAGE_PREFIX = "megatron_async_rl."
 _CONSEQUENCES = (
     ConnectionError,
     EOFError,
@@ -239,7 +239,7 @@ def _kind(error: BaseException) -> int:
 
 
 def _is_ours(error: BaseException) -> bool:
-    return type(error).__module__.startswith(OURS)
+    return type(error).__module__.startswith(PACKAGE_PREFIX)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

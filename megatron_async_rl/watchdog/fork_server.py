@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.watchdog.preloaded import MOST_DESCRIPTORS, PARENT
+from megatron_async_rl.watchdog.preloaded import MAX_DESCRIPTORS, PARENT
 
 _REQUEST_TIMEOUT_S = 30.0
 _SEARCHED = ("PYTHONPATH", "LD_LIBRARY_PATH")
@@ -99,7 +99,7 @@ class Server:
         connection.settimeout(_REQUEST_TIMEOUT_S)
         received: list[int] = []
         try:
-            head, received, _, _ = socket.recv_fds(connection, 4, MOST_DESCRIPTORS)
+            head, received, _, _ = socket.recv_fds(connection, 4, MAX_DESCRIPTORS)
             (size,) = struct.unpack("I", head)
             content = connection.recv(size, socket.MSG_WAITALL)
             request = json.loads(content.decode("utf-8", "surrogateescape"))

@@ -7,7 +7,7 @@ Rules for choosing a cause:
 - among several candidates of the same kind, the file that stopped growing first wins, and in it the
   earliest line.
 
-Invariant: only the last MOST_BYTES of a file and the first MOST_CHARACTERS of a line are read, so a
+Invariant: only the last MAX_BYTES of a file and the first MAX_CHARACTERS of a line are read, so a
 process that runs for weeks, or writes a tensor into one line, does not cost its reader memory.
 """
 
@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 _BLOCK = 64 * 1024
-MOST_BYTES = 8 * 2**20
-MOST_CHARACTERS = 2000
+MAX_BYTES = 8 * 2**20
+MAX_CHARACTERS = 2000
 
 # Ordered by seriousness: `min` over kinds finds the cause.
 PRIMARY, KILLED, DEADLINE, SECONDARY = range(4)
@@ -125,16 +125,16 @@ def tail(path: Path, lines: int) -> list[str]:
 
 
 def _short(line: str) -> str:
-    return line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]} ..."
+    return line if len(line) <= MAX_CHARACTERS else f"{line[:MAX_CHARACTERS]} ..."
 
 
 def _ending(path: Path) -> tuple[str, int]:
     """Return the end of a file, and the number of bytes before it."""
     with open(path, "rb") as file:
         # Only the end of a file can contain the error that ended its process.
-        before = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
+        before = max(0, file.seek(0, os.SEEK_END) - MAX_BYTES)
         file.seek(before)
-        return file.read(MOST_BYTES).decode("utf-8", errors="replace"), before
+        return file.read(MAX_BYTES).decode("utf-8", errors="replace"), before
 
 
 def _lines_in(path: Path, size: int) -> int:

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-Kind = Literal["ranks", "engines"]
+ForkServerKind = Literal["ranks", "engines"]
 VARIABLE = "MEGATRON_ASYNC_RL_PRELOADED_"
 """Prefix of the environment variables that contain the servers' addresses; the kind in capitals
 follows."""
@@ -47,7 +47,7 @@ PARENT = "MAR_ENGINE_PARENT"
 """See `watchdog.processes.PARENT`."""
 PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
 
-MOST_DESCRIPTORS = 253
+MAX_DESCRIPTORS = 253
 """Limit of the kernel for one message."""
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -98,7 +98,7 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
 
-def address_of(kind: Kind) -> str | None:
+def address_of(kind: ForkServerKind) -> str | None:
     """Return the address of this process's server of `kind`; None if there is none."""
     return os.environ.get(f"{VARIABLE}{kind.upper()}")
 
@@ -117,7 +117,7 @@ def start(
     descriptors: descriptors of this process that the new one inherits, with the same numbers.
     """
     # The caller then starts an interpreter instead.
-    if address is None or len(descriptors) > MOST_DESCRIPTORS:
+    if address is None or len(descriptors) > MAX_DESCRIPTORS:
         return None
     request = {
         "arguments": list(arguments),
@@ -152,7 +152,7 @@ def started_by(address: str | None, requesters: Collection[int]) -> set[int]:
     return set()
 
 
-def has_ended(kind: Kind) -> bool:
+def has_ended(kind: ForkServerKind) -> bool:
     """Return True if this process has the address of a server of `kind` that has ended."""
     address = address_of(kind)
     if address is None:
@@ -175,7 +175,7 @@ def _send(
     connection.sendall(content)
 
 
-def spawn_by_fork(kind: Kind) -> None:
+def spawn_by_fork(kind: ForkServerKind) -> None:
     """Make `multiprocessing` fork from the server of `kind`, if there is one, instead of
     spawning."""
     import io
@@ -232,7 +232,7 @@ def spawn_by_fork(kind: Kind) -> None:
         context.SpawnProcess._Popen = staticmethod(Popen)
 
 
-def executable(kind: Kind) -> str | None:
+def executable(kind: ForkServerKind) -> str | None:
     """Return the shell command that replaces `python` for processes of the server of `kind`, or
     None if there is no server."""
     address = address_of(kind)
@@ -244,7 +244,7 @@ def executable(kind: Kind) -> str | None:
 
 @contextlib.contextmanager
 def serving(
-    kind: Kind,
+    kind: ForkServerKind,
     module: str,
     environment: MutableMapping[str, str],
     own: Mapping[str, str],

@@ -224,8 +224,8 @@ def _activity(one: dict[str, Any], silent_s: float) -> str:
 
 _POLL_S = 0.05
 
-OURS = "/megatron_async_rl/"
-FRAMES_OF_OURS = 2
+PACKAGE_FOLDER = "/megatron_async_rl/"
+PACKAGE_FRAMES = 2
 THREADS = 4
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.+)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
@@ -405,11 +405,11 @@ class Frame:
 
     @property
     def in_package(self) -> bool:
-        return OURS in self.file
+        return PACKAGE_FOLDER in self.file
 
     def __str__(self) -> str:
         place = (
-            self.file.rpartition(OURS)[2]
+            self.file.rpartition(PACKAGE_FOLDER)[2]
             if self.in_package
             else "/".join(self.file.split("/")[-2:])
         )
@@ -445,7 +445,7 @@ def places(dump: str) -> list[str]:
 
 
 def _place(frames: tuple[Frame, ...]) -> str:
-    in_package = [frame for frame in frames if frame.in_package][:FRAMES_OF_OURS]
+    in_package = [frame for frame in frames if frame.in_package][:PACKAGE_FRAMES]
     chosen = in_package if frames[0] in in_package else [frames[0], *in_package]
     return " < ".join(map(str, chosen))
 
@@ -454,6 +454,6 @@ def _watches(frames: tuple[Frame, ...]) -> bool:
     """Return True for the heartbeat's own thread, and the thread that takes the snapshot."""
     watching = (("watchdog/watch.py", "run"), ("watchdog/stall.py", "gather"))
     return any(
-        frame.in_package and (frame.file.rpartition(OURS)[2], frame.function) in watching
+        frame.in_package and (frame.file.rpartition(PACKAGE_FOLDER)[2], frame.function) in watching
         for frame in frames
     )

@@ -111,7 +111,7 @@ class IpcBuckets(Staging):
         """Collective: every rank makes the object."""
         super().__init__(carrier, ranks)
         self._device = carrier.device
-        self._lent: Sequence[BucketRef] = ()
+        self._buckets: Sequence[BucketRef] = ()
         self._memory: list[tuple[BucketMemory, Tensor, str] | None] = [None] * IN_FLIGHT
         """Each place: its memory, the same as a tensor, and its handles on every device as JSON."""
 
@@ -125,7 +125,7 @@ class IpcBuckets(Staging):
         # The places contain buckets of the previous version.
         self.release()
         manifest = super().stage(version, buckets, parts, when_free)
-        self._lent = manifest.buckets
+        self._buckets = manifest.buckets
         return replace(manifest, on_demand=True)
 
     def fill(self, number: int, place: int, parts: Iterable[ShardSlice]) -> BucketRef:
@@ -136,7 +136,7 @@ class IpcBuckets(Staging):
         Raises this rank's own error, or NotStaged if only another rank failed.
         """
         own, memory, paths = self._memory[place] or self._make(place)
-        ref = replace(self._lent[number], path=own.path, size=own.size)
+        ref = replace(self._buckets[number], path=own.path, size=own.size)
         entries = {entry.name: entry for entry in ref.entries}
         # Only this bucket's words, because a place has room for the largest bucket.
         memory = memory[: _whole_words(size_of(ref.entries))]
@@ -192,7 +192,7 @@ class IpcBuckets(Staging):
         made: list[BucketMemory] = []
 
         def make() -> None:
-            size = max(_whole_words(ref.size) for ref in self._lent)
+            size = max(_whole_words(ref.size) for ref in self._buckets)
             made.append(self._carrier.place(size))
 
         failure = _failure_of(make)

@@ -103,7 +103,7 @@ def test_colocated_engines_do_not_sample_while_the_policy_trains(exact: Ended) -
     assert max(differences) < 1e-5
 
 
-def test_a_colocated_engine_loads_what_is_lent_while_the_policy_publishes(exact: Ended) -> None:
+def test_a_colocated_engine_loads_shared_buckets_while_the_policy_publishes(exact: Ended) -> None:
     spans = read_timeline(exact.directory)
     publishing = [span for span in spans["rank 0"] if span.state == "publishing"]
     # What follows the last is where the run was brought to its end.

@@ -13,7 +13,7 @@ from typing import Any
 
 from openai import BadRequestError, OpenAI
 
-from megatron_async_rl.rollout.environments import Step
+from megatron_async_rl.rollout.environments import EpisodeStep
 from megatron_async_rl.samples import Prompt
 
 
@@ -33,14 +33,14 @@ class Counting:
             raise KeyError("secret")
         return str(prompt.fields.get("opening", ""))
 
-    def step(self, response: str) -> Step:
+    def step(self, response: str) -> EpisodeStep:
         self.taken += 1
         if self.taken == 2:
             match self.fault:
                 case "raises":
                     raise KeyError("answer")
                 case "nan":
-                    return Step(reward=float("nan"))
+                    return EpisodeStep(reward=float("nan"))
                 case "none":
                     return None  # type: ignore[return-value]
                 case "hangs":
@@ -48,13 +48,13 @@ class Counting:
                 case "exits":
                     os._exit(3)
                 case "huge":
-                    return Step(reward=1e39)
+                    return EpisodeStep(reward=1e39)
                 case "parts":
-                    return Step(observation=[{"role": "tool", "content": [{"text": "w7"}]}])
+                    return EpisodeStep(observation=[{"role": "tool", "content": [{"text": "w7"}]}])
                 case "unreadable":
-                    return Step(observation="what")
+                    return EpisodeStep(observation="what")
                 case "floods":
-                    return Step(observation="w7 " * 10_000)
+                    return EpisodeStep(observation="w7 " * 10_000)
                 case "leaves":
                     leave(self.folder)
                     time.sleep(3600)
@@ -62,7 +62,7 @@ class Counting:
                     (self.folder / "waiting").touch()
                     while not (self.folder / "go").exists():
                         time.sleep(0.01)
-        return Step(
+        return EpisodeStep(
             observation=self.words,
             reward=0.25 * self.taken,
             done=self.taken == self.turns,
@@ -135,9 +135,9 @@ class Waiting:
     def reset(self, prompt: Prompt) -> list[dict[str, str]]:
         return [{"role": "user", "content": "hello"}]
 
-    async def step(self, response: str) -> Step:
+    async def step(self, response: str) -> EpisodeStep:
         await asyncio.sleep(0.001)
-        return Step(reward=1.0, done=True)
+        return EpisodeStep(reward=1.0, done=True)
 
     async def close(self) -> None:
         await asyncio.sleep(0)

@@ -30,7 +30,7 @@ def found():
     output.mkdir(exist_ok=True)
     arguments = [
         DEVICE,
-        layouts.material(layouts.MOST_LAYERS),
+        layouts.material(layouts.MAX_LAYERS),
         output,
         json.dumps({"ranks": 1}),
         *CASES,

@@ -102,48 +102,48 @@ def worker() -> Iterator[Worker]:
 
 
 @pytest.fixture
-def lending() -> Iterator[IpcBuckets]:
+def staging() -> Iterator[IpcBuckets]:
     one = IpcBuckets(CudaIpc(torch.device(DEVICE)))
     yield one
     one.close()
 
 
-def lend(
-    lending: IpcBuckets, worker: Worker, count: int, after: Callable[[], None] = lambda: None
+def publish(
+    staging: IpcBuckets, worker: Worker, count: int, after: Callable[[], None] = lambda: None
 ) -> None:
     """Send a version of `count` buckets. `after`: called while two of them exist."""
     buckets = [bucket_of(number) for number in range(count)]
-    manifest = lending.stage(1, specs(buckets), parts(buckets))
-    ref = lending.fill(0, 0, parts(buckets[:1]))
+    manifest = staging.stage(1, specs(buckets), parts(buckets))
+    ref = staging.fill(0, 0, parts(buckets[:1]))
     for number in range(count):
         ahead = number + 1
         following = ref
         if ahead < count:
-            following = lending.fill(ahead, ahead % IN_FLIGHT, parts([buckets[ahead]]))
+            following = staging.fill(ahead, ahead % IN_FLIGHT, parts([buckets[ahead]]))
         after()
         worker.ask("take", ref)
         ref = following
     worker.ask("let go")
-    lending.release()
+    staging.release()
     assert worker.ask("digests") == manifest.digests
 
 
 @pytest.mark.parametrize("count", [pytest.param(BUCKETS, marks=ON_DEVICE)])
 def test_another_process_takes_what_was_filled(
-    lending: IpcBuckets, worker: Worker, count: int
+    staging: IpcBuckets, worker: Worker, count: int
 ) -> None:
-    lend(lending, worker, count)
-    lend(lending, worker, count)
+    publish(staging, worker, count)
+    publish(staging, worker, count)
 
 
 @pytest.mark.parametrize("count", [pytest.param(BUCKETS, marks=ON_CUDA)])
 def test_it_does_so_where_torch_allocates_in_expandable_segments(
-    lending: IpcBuckets, worker: Worker, count: int
+    staging: IpcBuckets, worker: Worker, count: int
 ) -> None:
     """Another process could map these only if it may read this one's file descriptors."""
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
-        lend(lending, worker, count)
+        publish(staging, worker, count)
     finally:
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
 
@@ -178,9 +178,9 @@ def settled() -> int:
 
 @pytest.mark.parametrize("count", [pytest.param(BUCKETS, marks=ON_CUDA)])
 def test_two_buckets_are_all_the_memory_it_takes_and_none_is_left(
-    lending: IpcBuckets, worker: Worker, count: int, figure: Callable[..., None]
+    staging: IpcBuckets, worker: Worker, count: int, figure: Callable[..., None]
 ) -> None:
-    lend(lending, worker, count)  # CUDA's own, of both processes, is there now
+    publish(staging, worker, count)  # CUDA's own, of both processes, is there now
     source = sum(sum(t.nbytes for t in bucket_of(number).values()) for number in range(count))
     before, peak = used(), [0]
 
@@ -188,7 +188,7 @@ def test_two_buckets_are_all_the_memory_it_takes_and_none_is_left(
         free, total = torch.cuda.mem_get_info()
         peak[0] = max(peak[0], total - free)
 
-    lend(lending, worker, count, look)
+    publish(staging, worker, count, look)
     # The buckets' contents are made here, in memory of this process that is separate from the
     # shared memory.
     figure(
@@ -207,14 +207,14 @@ def test_two_buckets_are_all_the_memory_it_takes_and_none_is_left(
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=ON_CUDA)])
-def test_a_reader_that_is_killed_holds_none_of_it(lending: IpcBuckets, count: int) -> None:
+def test_a_reader_that_is_killed_holds_none_of_it(staging: IpcBuckets, count: int) -> None:
     def killed_with_a_bucket() -> None:
         victim = Worker()
         buckets = [bucket_of(number) for number in range(count)]
-        lending.stage(1, specs(buckets), parts(buckets))
-        victim.ask("map", lending.fill(0, 0, parts(buckets)))
+        staging.stage(1, specs(buckets), parts(buckets))
+        victim.ask("map", staging.fill(0, 0, parts(buckets)))
         victim.end()
-        lending.release()
+        staging.release()
 
     killed_with_a_bucket()
     before = settled()
@@ -224,11 +224,11 @@ def test_a_reader_that_is_killed_holds_none_of_it(lending: IpcBuckets, count: in
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=ON_CUDA)])
 def test_a_handle_that_cannot_be_opened_is_an_error_by_name(
-    lending: IpcBuckets, worker: Worker, count: int
+    staging: IpcBuckets, worker: Worker, count: int
 ) -> None:
     buckets = [bucket_of(number) for number in range(count)]
-    lending.stage(1, specs(buckets), parts(buckets))
-    ref = lending.fill(0, 0, parts(buckets))
+    staging.stage(1, specs(buckets), parts(buckets))
+    ref = staging.fill(0, 0, parts(buckets))
     ((device, handle),) = json.loads(ref.path).items()
     broken: BucketRef = replace(ref, path=json.dumps({device: "00" * (len(handle) // 2)}))
     with pytest.raises(RuntimeError, match=r"cuIpcOpenMemHandle_v2 failed: CUDA_ERROR"):
@@ -239,17 +239,17 @@ def test_a_handle_that_cannot_be_opened_is_an_error_by_name(
 
 @pytest.mark.parametrize("count", [pytest.param(BUCKETS, marks=ON_CUDA)])
 def test_a_version_is_shared_at_the_speed_of_the_memory(
-    lending: IpcBuckets, worker: Worker, count: int, figure: Callable[..., None]
+    staging: IpcBuckets, worker: Worker, count: int, figure: Callable[..., None]
 ) -> None:
-    lend(lending, worker, count)
+    publish(staging, worker, count)
     buckets = [bucket_of(number) for number in range(count)]
     target = [{name: torch.empty_like(t) for name, t in bucket.items()} for bucket in buckets]
-    lending.stage(1, specs(buckets), parts(buckets))
+    staging.stage(1, specs(buckets), parts(buckets))
     started = time.perf_counter()
     for number in range(count):
-        worker.ask("take", lending.fill(number, number % IN_FLIGHT, parts([buckets[number]])))
+        worker.ask("take", staging.fill(number, number % IN_FLIGHT, parts([buckets[number]])))
     torch.cuda.synchronize()
-    lent_s = time.perf_counter() - started
+    published_s = time.perf_counter() - started
     worker.ask("let go")
     host = torch.empty(NBYTES, dtype=torch.uint8)
     started = time.perf_counter()
@@ -260,7 +260,7 @@ def test_a_version_is_shared_at_the_speed_of_the_memory(
     torch.cuda.synchronize()
     figure(
         "a version shared and loaded, one bucket after the other",
-        lent_s / (time.perf_counter() - started),
+        published_s / (time.perf_counter() - started),
         at_most=1.0,
         against="the same bytes through host memory and back",
     )

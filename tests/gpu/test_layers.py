@@ -24,7 +24,7 @@ def found():
     output = layouts.temporary() / "layers.pt"
     run_program(
         "tests.gpu.layers_program",
-        [DEVICE, layouts.material(layouts.MOST_LAYERS), output, *FAMILIES],
+        [DEVICE, layouts.material(layouts.MAX_LAYERS), output, *FAMILIES],
     )
     found = torch.load(output, weights_only=False, map_location="cpu")
     assert all([one["layers"] for one in each] == list(FAMILIES) for each in found.values())

@@ -76,7 +76,7 @@ def _trained(device: str, dtype: str) -> dict | Exception:
     """Return the results or the failure, so that a failure is awaited once and not by every
     test."""
     output = layouts.temporary() / "results.pt"
-    arguments = [device, dtype, layouts.material(layouts.MOST_LAYERS), output, checkpoint()]
+    arguments = [device, dtype, layouts.material(layouts.MAX_LAYERS), output, checkpoint()]
     try:
         if device == "cpu":
             run_on_cpu("tests.gpu.train_program", arguments)
@@ -102,7 +102,7 @@ def test_the_steps_compared_project_clip_and_move_every_tensor(model):
     assert [step["policy/skipped"] for step in found["steps"]] == [0.0, 0.0, 0.0]
     assert found["steps"][1]["gac/regime"] == 1
     assert found["steps"][0]["policy/grad_norm"] > 0.5
-    start = tensors_of(layouts.material(layouts.MOST_LAYERS) / FILES.get(model, model))
+    start = tensors_of(layouts.material(layouts.MAX_LAYERS) / FILES.get(model, model))
     for name, tensor in found["weights"].items():
         assert not torch.equal(tensor, start[name]), name
 
@@ -274,10 +274,7 @@ def test_gradients_and_moments_in_bfloat16_move_the_weights_as_those_in_float32(
     found, expected = trained(device, dtype)["lean"]["cpu"], trained(device, dtype)["tied"]
     assert found["buffers"] == {f"torch.{dtype}"}
     start = flat(
-        {
-            n: t.float()
-            for n, t in tensors_of(layouts.material(layouts.MOST_LAYERS) / "tied").items()
-        }
+        {n: t.float() for n, t in tensors_of(layouts.material(layouts.MAX_LAYERS) / "tied").items()}
     )
     figure(
         f"cosine of three steps with gradients and moments in bfloat16, {dtype}",
@@ -373,7 +370,7 @@ def test_a_checkpoint_of_the_cpu_continues_where_it_ended(device, dtype, figure)
 
 def test_the_program_that_compares_families_of_layers_runs_on_a_cpu():
     output = layouts.temporary() / "layers.pt"
-    arguments = ["cpu", layouts.material(layouts.MOST_LAYERS), output, "local", "local"]
+    arguments = ["cpu", layouts.material(layouts.MAX_LAYERS), output, "local", "local"]
     run_on_cpu("tests.gpu.layers_program", arguments)
     for one, other in torch.load(output, weights_only=False).values():
         assert one["layers"] == other["layers"] == "local"

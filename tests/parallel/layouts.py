@@ -27,9 +27,9 @@ VOCABULARY = 97
 """Odd, so that two tensor-parallel ranks need a padding row."""
 BLANK = VOCABULARY - 1
 """A token whose embedding is all zeros in the models named `..._blank`, as that of padding is."""
-MOST_LAYERS = 4
+MAX_LAYERS = 4
 """Layers of the models of `make test-all` and of tests/gpu."""
-LAYERS = MOST_LAYERS if THOROUGH else 2
+LAYERS = MAX_LAYERS if THOROUGH else 2
 """Enough for two pipeline ranks, and in `make test-all` for two virtual stages on each. In the
 gate, test_wide_layouts.py and test_differential.py have virtual stages."""
 LAYOUTS = {

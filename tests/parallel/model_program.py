@@ -99,7 +99,7 @@ def exported(model: PolicyModel, max_bytes: int) -> dict[str, torch.Tensor] | No
     return found or None
 
 
-def lent(model: PolicyModel) -> set[str] | None:
+def in_parameter_memory(model: PolicyModel) -> set[str] | None:
     """Names of the exported tensors that lie in a parameter's own memory; None where there are none
     to export."""
     memory = {
@@ -567,7 +567,7 @@ def main() -> None:
             "exported_seconds": time.perf_counter() - started,
             "exported_in_small_buckets": exported(model, 5000),
             "staging": staging_of(WeightExporter(model.bridge, model.chunks), layout),
-            "lent": lent(model),
+            "in_parameter_memory": in_parameter_memory(model),
             "collectives": collectives_of_one_export(model, 1 << 30),
         }
         if path.name in FAULTY:

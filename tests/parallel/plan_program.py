@@ -178,7 +178,7 @@ def kept(config: Config, rows: int, tokens: int) -> int:
         places = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
         packing = PackedSequences.of(lengths, CPU)
     responses, rest = config.flow.group_size, config.rollout.sampling.max_tokens
-    if config.policy.least_sharing is not None and responses * rest < tokens:
+    if config.policy.min_sharing is not None and responses * rest < tokens:
         prefix = tokens - responses * rest
         fed = np.full(responses, prefix + rest)
         same = np.zeros(responses, dtype=np.int64)

@@ -121,21 +121,21 @@ def staging_of(exporter: WeightExporter, layout: Layout) -> dict[str, Any]:
             found["collectives"] = calls
             found["bytes"] = layout.gathered(staged.written[0])
         staged.close()
-    return found | {"lent": lent(exporter, layout)}
+    return found | {"on demand": on_demand(exporter, layout)}
 
 
-def lent(exporter: WeightExporter, layout: Layout) -> dict[str, Any]:
+def on_demand(exporter: WeightExporter, layout: Layout) -> dict[str, Any]:
     """tensors, digests: of a version that is shared in small buckets, each as it is in this rank's
     own memory."""
-    lending = IpcBuckets(CudaIpc(layout.device), layout)
-    shards = WeightShards(exporter, lending.reached, 5000)
-    manifest, tensors = lending.stage(1, shards.buckets, shards.parts()), {}
+    staging = IpcBuckets(CudaIpc(layout.device), layout)
+    shards = WeightShards(exporter, staging.reached, 5000)
+    manifest, tensors = staging.stage(1, shards.buckets, shards.parts()), {}
     for number in range(len(shards.buckets)):
         place = number % IN_FLIGHT
-        ref = lending.fill(number, place, shards.parts(number))
-        _, memory, _ = lending._memory[place]
+        ref = staging.fill(number, place, shards.parts(number))
+        _, memory, _ = staging._memory[place]
         tensors |= {entry.name: view_of(memory, entry).clone() for entry in ref.entries}
-    lending.close()
+    staging.close()
     return {"tensors": tensors, "digests": dict(manifest.digests)}
 
 

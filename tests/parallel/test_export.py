@@ -62,13 +62,13 @@ def test_what_one_rank_holds_whole_is_exported_without_a_copy(layout, model):
     """Only queries, keys and values lie apart in Megatron's memory."""
     exported = tensors_of(source_of(model)).keys()
     parted = {name for name in exported if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
-    assert results(layout)[0]["models"][model]["lent"] == exported - parted
+    assert results(layout)[0]["models"][model]["in_parameter_memory"] == exported - parted
 
 
 STAGED = [*CASES, *((layout, "qwen3-bfloat16") for layout in LAYOUTS)]
 
 
-@looped("way", ["by tensors", "by rows", "gathered", "lent"])
+@looped("way", ["by tensors", "by rows", "gathered", "on demand"])
 @looped(("layout", "model"), STAGED)
 def test_what_all_ranks_stage_is_the_checkpoint_and_so_are_its_digests(layout, model, way):
     """Digests of the checkpoint are of whole tensors; on every rank the same sums of parts."""

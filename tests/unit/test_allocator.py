@@ -22,7 +22,7 @@ from megatron_async_rl.rollout.engine import RolloutEngine
 from tests.cases import looped
 from tests.unit.fake_engine import specs
 
-OURS = f"{PAGE_LOCKED},{EXPANDABLE}"
+BOTH_SETTINGS = f"{PAGE_LOCKED},{EXPANDABLE}"
 
 
 def test_torch_knows_the_options_that_ranks_get():
@@ -38,10 +38,10 @@ def test_torch_knows_the_options_that_ranks_get():
 @looped(
     ("given", "then"),
     [
-        ({}, {NEWER: OURS}),
-        ({NEWER: "a:1"}, {NEWER: f"a:1,{OURS}"}),
-        ({OLDER: "a:1"}, {OLDER: f"a:1,{OURS}"}),
-        ({NEWER: "a:1", OLDER: "b:1"}, {NEWER: f"a:1,{OURS}", OLDER: "b:1"}),
+        ({}, {NEWER: BOTH_SETTINGS}),
+        ({NEWER: "a:1"}, {NEWER: f"a:1,{BOTH_SETTINGS}"}),
+        ({OLDER: "a:1"}, {OLDER: f"a:1,{BOTH_SETTINGS}"}),
+        ({NEWER: "a:1", OLDER: "b:1"}, {NEWER: f"a:1,{BOTH_SETTINGS}", OLDER: "b:1"}),
         ({NEWER: PAGE_LOCKED + "0"}, {NEWER: f"{PAGE_LOCKED}0,{EXPANDABLE}"}),
         ({NEWER: "expandable_segments:False"}, {NEWER: f"expandable_segments:False,{PAGE_LOCKED}"}),
     ],
@@ -56,7 +56,7 @@ def test_a_users_options_for_ranks_stay_beside_ours(given, then):
     ("given", "then"),
     [
         ({}, {}),
-        ({NEWER: OURS}, {NEWER: PAGE_LOCKED}),
+        ({NEWER: BOTH_SETTINGS}, {NEWER: PAGE_LOCKED}),
         ({NEWER: EXPANDABLE, OLDER: f"a:1, {EXPANDABLE}"}, {OLDER: "a:1"}),
         ({OLDER: "max_split_size_mb:64"}, {OLDER: "max_split_size_mb:64"}),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_async_rl.objectives.objective import valid_samples
 from megatron_async_rl.policy.batch_shares import _batch, _tensor, split
-from megatron_async_rl.samples.rank_batch import NOBODY, NUMBERS, TOKENS
+from megatron_async_rl.samples.rank_batch import NO_RANK, NUMBERS, TOKENS
 from megatron_async_rl.samples.rows import TrainBatch
 from tests.train_batches import (
     columns,
@@ -50,7 +50,7 @@ def test_ranks_have_all_numbers_and_the_tokens_of_their_own_samples_alone(data_p
             sample = SAMPLES[row]
             assert own_tokens(view, row) == [*sample.prompt.token_ids, *sample.response_ids]
     failed = [row for row, sample in enumerate(SAMPLES) if not sample.valid]
-    assert np.flatnonzero(view.owner == NOBODY).tolist() == failed != []
+    assert np.flatnonzero(view.owner == NO_RANK).tolist() == failed != []
 
 
 def test_a_rank_knows_the_segments_of_every_sample_and_the_experts_of_its_own():

@@ -61,10 +61,10 @@ def parts_of(
         yield ShardSlice(name, start, 0, tensor[start:end])
 
 
-def stage(lending: IpcBuckets, version: int, rank: int = 0, ranks: int = 1) -> Manifest:
+def stage(staging: IpcBuckets, version: int, rank: int = 0, ranks: int = 1) -> Manifest:
     buckets = weights(version)
     parts = (part for bucket in buckets for part in parts_of(bucket, rank, ranks))
-    return lending.stage(version, specs(buckets), parts)
+    return staging.stage(version, specs(buckets), parts)
 
 
 def files(folder: Path) -> list[Path]:
@@ -72,13 +72,13 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_every_bucket_comes_whole_out_of_two_places(folder: Path) -> None:
-    lending, reader = IpcBuckets(CudaIpc(CPU)), CudaIpc(CPU).reader()
+    staging, reader = IpcBuckets(CudaIpc(CPU)), CudaIpc(CPU).reader()
     for version in (1, 2):
-        manifest = stage(lending, version)
+        manifest = stage(staging, version)
         assert manifest.on_demand
         assert files(folder) == []
         for number, bucket in enumerate(weights(version)):
-            ref = lending.fill(number, number % IN_FLIGHT, parts_of(bucket))
+            ref = staging.fill(number, number % IN_FLIGHT, parts_of(bucket))
             found = dict(reader.read(ref))
             assert list(found) == list(bucket)
             for name, tensor in bucket.items():
@@ -86,18 +86,18 @@ def test_every_bucket_comes_whole_out_of_two_places(folder: Path) -> None:
                 assert manifest.digests[name] == tensor_digest(tensor), name
             assert len(files(folder)) == min(number + 1, IN_FLIGHT)
         reader.keep(())
-        lending.release()
+        staging.release()
         assert files(folder) == []
-    lending.close()
+    staging.close()
 
 
 def test_a_version_staged_anew_takes_the_memory_of_the_one_before(folder: Path) -> None:
-    lending = IpcBuckets(CudaIpc(CPU))
-    stage(lending, 1)
-    lending.fill(0, 0, parts_of(weights(1)[0]))
-    stage(lending, 2)
+    staging = IpcBuckets(CudaIpc(CPU))
+    stage(staging, 1)
+    staging.fill(0, 0, parts_of(weights(1)[0]))
+    stage(staging, 2)
     assert files(folder) == []
-    lending.close()
+    staging.close()
 
 
 def test_an_engine_on_another_device_than_any_rank_is_refused_by_name() -> None:
@@ -163,11 +163,11 @@ def test_each_rank_has_the_whole_bucket_of_which_it_gave_its_rows(folder: Path) 
     found: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
 
     def body(rank: Member) -> tuple[dict[str, str], list[str]]:
-        lending = IpcBuckets(CudaIpc(CPU), rank)
-        manifest, paths = stage(lending, 1, rank.rank, 3), []
+        staging = IpcBuckets(CudaIpc(CPU), rank)
+        manifest, paths = stage(staging, 1, rank.rank, 3), []
         for number, bucket in enumerate(weights(1)):
-            ref = lending.fill(number, number % IN_FLIGHT, parts_of(bucket, rank.rank, 3))
-            own = lending._memory[number % IN_FLIGHT]
+            ref = staging.fill(number, number % IN_FLIGHT, parts_of(bucket, rank.rank, 3))
+            own = staging._memory[number % IN_FLIGHT]
             assert own is not None
             mine = BucketRef(
                 path=json.dumps({"cpu": own[0].path}), size=ref.size, nbytes=0, entries=ref.entries
@@ -176,7 +176,7 @@ def test_each_rank_has_the_whole_bucket_of_which_it_gave_its_rows(folder: Path) 
             found[number, rank.rank] = {name: tensor.clone() for name, tensor in read}
             paths.append(ref.path)
         rank.gathered(None)
-        lending.close()
+        staging.close()
         return dict(manifest.digests), paths
 
     (digests, paths), *others = Gang(3).run(body)
@@ -194,20 +194,20 @@ def test_where_one_rank_cannot_fill_all_raise_and_none_waits(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body(rank: Member) -> None:
-        lending = IpcBuckets(CudaIpc(CPU), rank)
-        stage(lending, 1, rank.rank, 2)
+        staging = IpcBuckets(CudaIpc(CPU), rank)
+        stage(staging, 1, rank.rank, 2)
 
         def broken(*_: Any) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         if rank.rank == 1 and when == "it takes memory":
-            lending._carrier.place = broken  # type: ignore[method-assign]
+            staging._carrier.place = broken  # type: ignore[method-assign]
         if rank.rank == 1 and when == "it cuts its parts":
-            lending._put = broken  # type: ignore[method-assign]
+            staging._put = broken  # type: ignore[method-assign]
         try:
-            lending.fill(0, 0, parts_of(weights(1)[0], rank.rank, 2))
+            staging.fill(0, 0, parts_of(weights(1)[0], rank.rank, 2))
         finally:
-            lending.close()
+            staging.close()
 
     one, other = Gang(2).run(body)
     assert isinstance(one, NotStaged)

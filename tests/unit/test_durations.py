@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import pytest_collect_directory
-from tests.durations import LEAST_S, Recorder, longest_first, stored
+from tests.durations import MIN_S, Recorder, longest_first, stored
 
 FILES = [f"tests/{name}.py" for name in ("unit/a", "unit/b", "unit/c", "gpu/d", "gpu/e")]
 SECONDS = {"tests/unit/b.py": 3.0, "tests/unit/c.py": 2.0, "tests/gpu/e.py": 99.0}
@@ -47,7 +47,7 @@ def test_the_seconds_of_all_phases_of_a_file_are_written_once_all_tests_passed(t
 
 
 def test_the_stored_record_holds_seconds_of_test_files():
-    assert all(file.startswith("tests/") and s >= LEAST_S for file, s in stored().items())
+    assert all(file.startswith("tests/") and s >= MIN_S for file, s in stored().items())
 
 
 @pytest.mark.parametrize(("worker", "backwards"), [("gw0", False), ("gw1", True)])

@@ -30,7 +30,7 @@ from megatron_async_rl.plan.trials import _missing_tasks
 from megatron_async_rl.rollout.environments import (
     BUILT_IN,
     EnvironmentRefused,
-    Step,
+    EpisodeStep,
     checked_content,
     checked_step,
     load_factory,
@@ -211,7 +211,7 @@ def test_a_failing_environment_affects_only_its_sample(
         "reset raised KeyError: 'secret'",
         "step raised KeyError: 'answer'",
         "step raised ValueError: the reward of a step is nan, not a finite number of at most 1e+30",
-        "step raised TypeError: step returned a NoneType, not a Step",
+        "step raised TypeError: step returned a NoneType, not an EpisodeStep",
         "its process ended with code 3 in step; see the engine's log",
         "step raised ValueError: the reward of a step is 1e+39, not a finite number of at most"
         " 1e+30",
@@ -569,7 +569,7 @@ def test_a_call_to_an_environment_whose_process_has_ended_fails(played: Played) 
 
 
 def test_flags_of_a_step_are_booleans_of_python_or_numpy() -> None:
-    step = checked_step(Step(done=np.bool_(True), train=np.bool_(False)))  # type: ignore[arg-type]
+    step = checked_step(EpisodeStep(done=np.bool_(True), train=np.bool_(False)))  # type: ignore[arg-type]
     assert json.loads(json.dumps(step)) == {
         "observation": "",
         "reward": 0.0,
@@ -578,7 +578,7 @@ def test_flags_of_a_step_are_booleans_of_python_or_numpy() -> None:
         "measured": {},
     }
     with pytest.raises(TypeError, match="done of a step is 'no', not True or False"):
-        checked_step(Step(done="no"))  # type: ignore[arg-type]
+        checked_step(EpisodeStep(done="no"))  # type: ignore[arg-type]
 
 
 class Endless:
@@ -725,7 +725,7 @@ def test_a_prompt_without_a_task_of_verifiers_is_refused(
 
 
 def test_a_lone_surrogate_is_escaped() -> None:
-    step = checked_step(Step(measured={"a\udcff": 1.0}))
+    step = checked_step(EpisodeStep(measured={"a\udcff": 1.0}))
     assert step["measured"] == {"a\\udcff": 1.0}
     assert checked_content("\udcff", "it") == "\\udcff"
     content = [{"role": "tool", "content": "a\ud800"}]
@@ -915,7 +915,7 @@ def test_a_response_that_is_not_an_openenv_action_gets_an_error(
     """The sample continues with reward 0."""
     server = openenv(action=action)
     step = asyncio.run(server.step(response))
-    assert step == Step(observation="the environment does not accept the action")
+    assert step == EpisodeStep(observation="the environment does not accept the action")
     with pytest.raises(RuntimeError, match="boom"):
         asyncio.run(server.step(response.replace("?", "!")))
 

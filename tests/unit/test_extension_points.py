@@ -85,7 +85,7 @@ class Scaled(LossSettings):
 SETTINGS = Scaled
 """
 ENVIRONMENT = """
-from megatron_async_rl.rollout.environments import Step
+from megatron_async_rl.rollout.environments import EpisodeStep
 
 
 class Echo:
@@ -93,7 +93,7 @@ class Echo:
         return None
 
     def step(self, response):
-        return Step(observation=response, done=response == "bye")
+        return EpisodeStep(observation=response, done=response == "bye")
 
 
 ENVIRONMENT = Echo

@@ -523,7 +523,7 @@ def test_while_the_only_engine_starts_again_no_batch_is_late(
         controller = await begin(launch, flow(), timeout_s=0.05)
         controller._fleet.tasks[0]._launch = lambda spec, again: asyncio.Event().wait()  # type: ignore[assignment, return-value]
         looked: list[None] = []
-        monkeypatch.setattr(controller, "_stop_asked", lambda: looked.append(None))
+        monkeypatch.setattr(controller, "_stop_requested", lambda: looked.append(None))
         raises(launch.engines[0])
         await until(lambda: not controller._fleet.slots[0].serving)
         waiting = asyncio.create_task(controller.next_batch(0))

@@ -237,7 +237,7 @@ def test_a_secondary_failure_is_better_than_none(tmp_path: Path) -> None:
 def test_of_a_large_log_with_a_long_line_the_end_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "MOST_BYTES", 4096)
+    monkeypatch.setattr(logs, "MAX_BYTES", 4096)
     path = tmp_path / "engine-0.log"
     error = "Traceback (most recent call last):\n  File 'a'\nValueError: gloo " + "gloo " * 500
     path.write_text("x" * 9000 + "\nTraceback\n" * 500 + error + "\n")
@@ -252,7 +252,7 @@ def test_of_a_large_log_with_a_long_line_the_end_is_read(
     path.write_bytes(bytes(10_000_000))
     tracemalloc.reset_peak()
     assert find_cause(tmp_path) is None
-    assert tail(path, 3) == ["\0" * logs.MOST_CHARACTERS + " ..."]
+    assert tail(path, 3) == ["\0" * logs.MAX_CHARACTERS + " ..."]
     assert tracemalloc.get_traced_memory()[1] < 10**6
     tracemalloc.stop()
 

@@ -183,7 +183,7 @@ def default_harness_id(taskset): return "bash"
 def harness_class(name): return type("Null", (), {"EXECUTES_CODE": False})
 """
 OWN = """
-from megatron_async_rl.rollout.environments import Step
+from megatron_async_rl.rollout.environments import EpisodeStep
 
 def score(prompt, response):
     return 1.0
@@ -191,7 +191,7 @@ def score(prompt, response):
 class Game:
     def __init__(self, *, top=7): pass
     def reset(self, prompt): return "a number"
-    def step(self, response): return Step(reward=1.0, done=True)
+    def step(self, response): return EpisodeStep(reward=1.0, done=True)
 """
 """Contents of a user's module, and the used parts of packages that are not installed."""
 

@@ -214,7 +214,7 @@ def nothing_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "evaluate.run": lambda *_: None,
         "replay.repetition.replay": lambda *_: 0,
         "verify.verified_run.verify_run": verified,
-        "launch.run_lock.ask_for_engines": lambda run, count: (run / "config.yaml").stat(),
+        "launch.run_lock.request_engines": lambda run, count: (run / "config.yaml").stat(),
         "report.dashboard.serve": lambda runs, *_: [logged.stat() for logged in runs],
         "simulate.choose.predict_from_run": lambda *_: None,
         "simulate.choose.predict_from_hardware": lambda *_, **__: None,

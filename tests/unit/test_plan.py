@@ -1753,11 +1753,11 @@ def test_a_colocated_plan_shows_the_peak_of_each_phase(tmp_path):
         [phase, f"{need.total / GIB:.1f}"] for phase, need in planned.peaks.items()
     ]
     assert twin_bytes(load(file, EIGHT_RANKS), rank) == rank.optimizer
-    lent = plan(
+    by_ipc = plan(
         file, *EIGHT_RANKS, "weights={transport: cuda_ipc, bucket_mib: 3072}", machine=machine
     )
     assert {
-        phase: lent.peaks[phase].total - need.total for phase, need in planned.peaks.items()
+        phase: by_ipc.peaks[phase].total - need.total for phase, need in planned.peaks.items()
     } == {
         "generate": 2 * 3 * GIB,
         "train": 0,

@@ -95,8 +95,8 @@ def test_a_prefix_ends_where_recorded_experts_differ():
 def test_a_batch_in_which_prefixes_save_little_shares_none():
     samples = TrainBatch.of(0, [group([1], range(2, 12), range(3, 13))]).samples
     rows = np.arange(2)
-    for least, expected in ((0.05, [[1], [1]]), (0.051, [None, None])):
-        assert shared_prefixes(samples, rows, least=least).to_pylist() == expected
+    for minimum, expected in ((0.05, [[1], [1]]), (0.051, [None, None])):
+        assert shared_prefixes(samples, rows, minimum=minimum).to_pylist() == expected
 
 
 def test_samples_without_a_reward_do_not_shorten_a_prefix():
@@ -401,15 +401,15 @@ def test_what_cannot_share_prefixes_is_refused_with_the_reason_or_does_not_share
     tmp_path, keys, reason
 ):
     file = write_run(tmp_path)
-    assert load(file, keys).policy.least_sharing is None
+    assert load(file, keys).policy.min_sharing is None
     with pytest.raises(ConfigError, match=rf"policy\.prefix_sharing(?s:.)*{reason}"):
         load(file, [*keys, ALWAYS])
 
 
 def test_packed_rows_share_prefixes_unless_they_are_not_to(tmp_path):
     file = write_run(tmp_path)
-    least = {
-        value: load(file, [POLICY, f"policy.prefix_sharing={value}"]).policy.least_sharing
+    minimum = {
+        value: load(file, [POLICY, f"policy.prefix_sharing={value}"]).policy.min_sharing
         for value in ("auto", "always", "never")
     }
-    assert least == {"auto": 1 / 16, "always": 0.0, "never": None}
+    assert minimum == {"auto": 1 / 16, "always": 0.0, "never": None}

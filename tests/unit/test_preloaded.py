@@ -158,7 +158,7 @@ def test_a_process_whose_server_is_gone_counts_as_killed() -> None:
 
 def test_a_request_that_no_server_accepts_starts_nothing(here: str, tmp_path: Path) -> None:
     nowhere = str(tmp_path / "none")
-    many = range(preloaded.MOST_DESCRIPTORS + 1)
+    many = range(preloaded.MAX_DESCRIPTORS + 1)
     for address, descriptors in ((None, ()), (here, many), (nowhere, ())):
         assert preloaded.start(address, ["-c", ""], os.environ, descriptors) is None
     assert preloaded.started_by(None, [os.getpid()]) == set()

@@ -231,7 +231,7 @@ def test_segments_stay_that_the_oldest_checkpoint_needs(
     run_of_several_segments(tmp_path)
     for step in saved:
         checkpoint(tmp_path, step)
-    monkeypatch.setattr(log_retention, "MOST", 10**9)
+    monkeypatch.setattr(log_retention, "MAX_EXCESS", 10**9)
     note = make_room(tmp_path, keep=1, added=1, async_ratio=async_ratio)
     assert numbers_in(tmp_path / FOLDER) == kept
     assert (note is not None) == bool(kept)
@@ -245,7 +245,7 @@ def test_segments_stay_that_the_oldest_checkpoint_needs(
 def test_a_damaged_log_keeps_no_segment_for_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_retention, "MOST", 10**9)
+    monkeypatch.setattr(log_retention, "MAX_EXCESS", 10**9)
     run_of_several_segments(tmp_path)
     checkpoint(tmp_path, 2)
     lacking = file_of(tmp_path / FOLDER, "samples", 1)

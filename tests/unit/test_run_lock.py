@@ -14,9 +14,9 @@ import pytest
 
 from megatron_async_rl.launch.run_lock import (
     RunDirectoryError,
-    ask_for_engines,
     lock_run_dir,
     refuse_taken,
+    request_engines,
 )
 
 LAUNCHER = """
@@ -140,15 +140,15 @@ def test_only_a_run_that_works_and_can_add_engines_accepts_a_new_number(
 ) -> None:
     run_dir = tmp_path / "run"
     with pytest.raises(RunDirectoryError, match="it is not a run"):
-        ask_for_engines(run_dir, 2)
+        request_engines(run_dir, 2)
     run_dir.mkdir()
     config = run_dir / "config.yaml"
     config.write_text(CONFIG.replace("PLACEMENT", "colocated"))
     with lock_run_dir(run_dir):
         with pytest.raises(RunDirectoryError, match="on the policy's devices"):
-            ask_for_engines(run_dir, 2)
+            request_engines(run_dir, 2)
         config.write_text(CONFIG.replace("PLACEMENT", "disaggregated"))
-        ask_for_engines(run_dir, 2)
+        request_engines(run_dir, 2)
     assert (run_dir / "engines").read_text() == "2"
     with pytest.raises(RunDirectoryError, match="is not running"):
-        ask_for_engines(run_dir, 2)
+        request_engines(run_dir, 2)

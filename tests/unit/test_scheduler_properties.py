@@ -385,10 +385,10 @@ class World(RuleBasedStateMachine):
             for index, prompt in self.places.items()
             if index in waiting(self.scheduler)
         }
-        asked_before = [
+        requested_before = [
             (index, prompt) for index, prompt in self.left if index not in self.admitted
         ]
-        assert pending == sorted([*there.items(), *asked_before], key=lambda place: place[0])
+        assert pending == sorted([*there.items(), *requested_before], key=lambda place: place[0])
         assert consumed == (self.newest - self.base) * self.flow.prompts_per_step
         return pending
 

@@ -27,7 +27,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.pace import staleness_law
 from megatron_async_rl.policy.batch_shares import split
 from megatron_async_rl.policy.streamed_step import ReadsOtherGroups, require_same
-from megatron_async_rl.samples.rank_batch import NOBODY
+from megatron_async_rl.samples.rank_batch import NO_RANK
 from megatron_async_rl.samples.recorded import RecordedBatches
 from megatron_async_rl.simulate.choose import predict_from_run
 from megatron_async_rl.verify.numerics import numerics_overrides
@@ -379,7 +379,7 @@ def test_parts_are_balanced_over_data_parallel_ranks_together() -> None:
         ragged_batch(groups=groups, group_size=2), [(group,) for group in range(groups)]
     )
     owner = split(complete, ranks)[0].column("owner").to_numpy()
-    counts = np.bincount(owner[owner != NOBODY], minlength=ranks)
+    counts = np.bincount(owner[owner != NO_RANK], minlength=ranks)
     # Two samples of a part go to two ranks; one reward failed.
     assert counts.sum() == 2 * groups - 1
     assert counts.max() - counts.min() <= 1

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_async_rl.rollout import environments
-from megatron_async_rl.rollout.environments import Step
+from megatron_async_rl.rollout.environments import EpisodeStep
 from megatron_async_rl.rollout.environments.built_in import openenv
 from megatron_async_rl.rollout.environments.built_in.agent import AgentEnvironment
 from megatron_async_rl.rollout.isolation import child
@@ -42,9 +42,11 @@ class Game:
         self.calls.append(("reset", id(self), prompt))
         return "go\udcff"
 
-    async def step(self, response: str) -> Step:
+    async def step(self, response: str) -> EpisodeStep:
         self.calls.append(("step", id(self), response))
-        return Step(observation="next", reward=0.5, done=True, train=False, measured={"m": 2})
+        return EpisodeStep(
+            observation="next", reward=0.5, done=True, train=False, measured={"m": 2}
+        )
 
     def run(self, prompt: Any, base_url: str) -> float:
         self.calls.append(("run", prompt, base_url))
@@ -125,12 +127,15 @@ def test_content_is_text_or_messages(content: Any, accepted: Any) -> None:
 @looped(
     ("step", "message"),
     [
-        ("text", "step returned a str, not a Step"),
-        (Step(reward=float("inf")), "the reward of a step is inf, not a finite number of at most"),
-        (Step(reward=-2e30), "the reward of a step is -2e+30, not a finite number"),
-        (Step(measured={"m": float("nan")}), "m of a step is nan, not a finite number"),
-        (Step(done="false"), "done of a step is 'false', not True or False"),  # type: ignore[arg-type]
-        (Step(train=2), "train of a step is 2, not True or False"),  # type: ignore[arg-type]
+        ("text", "step returned a str, not an EpisodeStep"),
+        (
+            EpisodeStep(reward=float("inf")),
+            "the reward of a step is inf, not a finite number of at most",
+        ),
+        (EpisodeStep(reward=-2e30), "the reward of a step is -2e+30, not a finite number"),
+        (EpisodeStep(measured={"m": float("nan")}), "m of a step is nan, not a finite number"),
+        (EpisodeStep(done="false"), "done of a step is 'false', not True or False"),  # type: ignore[arg-type]
+        (EpisodeStep(train=2), "train of a step is 2, not True or False"),  # type: ignore[arg-type]
     ],
 )
 def test_a_step_with_an_invalid_field_names_it(step: Any, message: str) -> None:
@@ -212,8 +217,8 @@ def test_an_openenv_episode_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
         ("x", "the action is not JSON: Expecting value: line 1 column 1 (char 0)"),
         ("[1]", "the action is not a JSON object"),
     ):
-        assert asyncio.run(env.step(response)) == Step(observation=expected)
-    assert asyncio.run(env.step('{"b": 1}')) == Step(observation="{}", reward=2.0, done=True)
+        assert asyncio.run(env.step(response)) == EpisodeStep(observation=expected)
+    assert asyncio.run(env.step('{"b": 1}')) == EpisodeStep(observation="{}", reward=2.0, done=True)
     with pytest.raises(RuntimeError, match="other"):
         asyncio.run(env.step("{}"))
     asyncio.run(env.close())
@@ -229,9 +234,9 @@ def test_an_openenv_episode_with_fields(monkeypatch: pytest.MonkeyPatch) -> None
     refused = RuntimeError(f"server: {openenv.NO_ACTION}")
     steps = [result({"o": 1, "p": 2}), refused, result({"p": 2}), result("text")]
     env, calls = openenv_of(monkeypatch, steps, observation="o")
-    assert asyncio.run(env.step("hi")) == Step(observation="1")
+    assert asyncio.run(env.step("hi")) == EpisodeStep(observation="1")
     assert calls[1] == ("step", {"message": "hi"})
-    refusal = Step(observation="the environment does not accept the action")
+    refusal = EpisodeStep(observation="the environment does not accept the action")
     assert asyncio.run(env.step("hi")) == refusal
     for has in ("p", "no fields"):
         with pytest.raises(KeyError, match=f"has no 'o', which .*observation names; it has {has}"):

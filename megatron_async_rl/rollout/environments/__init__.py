@@ -52,7 +52,7 @@ TurnContent = str | Sequence[Message]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class EpisodeStep:
     """Result of one turn of the model.
 
     `observation`: content that the model reads next; ignored with `done`. `reward`: reward of this
@@ -77,7 +77,7 @@ class Environment(Protocol):
         """Start a sample. The returned content is appended to the prompt."""
         ...
 
-    def step(self, response: str, /) -> Step | Awaitable[Step]:
+    def step(self, response: str, /) -> EpisodeStep | Awaitable[EpisodeStep]:
         """Process a turn. `response`: text of the turn, without special tokens."""
         ...
 
@@ -262,8 +262,8 @@ def require_finite(value: float, name: str) -> None:
 
 def checked_step(step: Any) -> dict[str, Any]:
     """Return the fields of a step. Raises TypeError or ValueError for an invalid step."""
-    if not isinstance(step, Step):
-        raise TypeError(f"step returned a {type(step).__name__}, not a Step")
+    if not isinstance(step, EpisodeStep):
+        raise TypeError(f"step returned a {type(step).__name__}, not an EpisodeStep")
     content = checked_content(step.observation, "the observation of a step")
     reward = float(step.reward)
     measured = {

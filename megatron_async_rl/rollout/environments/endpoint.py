@@ -35,7 +35,7 @@ from typing import Any
 from aiohttp import web
 
 from megatron_async_rl.data.tokenizer import Tokenizer
-from megatron_async_rl.rollout.environments import UNREAD, UNREAD_CALLS, Message, Step
+from megatron_async_rl.rollout.environments import UNREAD, UNREAD_CALLS, EpisodeStep, Message
 from megatron_async_rl.rollout.environments.completions import (
     MODEL,
     CallRefused,
@@ -246,7 +246,7 @@ class Agents:
         if not transcript.turns:
             return session.with_refusal("the agent ended without a turn of the model")
         # The last turn gets the reward of the whole run.
-        transcript.segments[-1].take_step(Step(reward=reward, done=True))
+        transcript.segments[-1].take_step(EpisodeStep(reward=reward, done=True))
         return None
 
     def _session(self, request: web.Request) -> _Session:
@@ -326,7 +326,7 @@ class Agents:
             if too_long(new, transcript.room(segment, session.max_tokens)):
                 raise self._limit_refusal(session)
             content = _rendered(self._follow.between, sampled, new)
-            step = Step(observation=new)
+            step = EpisodeStep(observation=new)
         else:
             segment, step = self._new_segment(session, messages, tools), None
         room = transcript.room(segment, session.max_tokens) - len(content)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.data.tokenizer import Tokenizer
-from megatron_async_rl.rollout.environments import Message, Step, TurnContent
+from megatron_async_rl.rollout.environments import EpisodeStep, Message, TurnContent
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import (
     FollowUps,
@@ -38,7 +38,7 @@ class EpisodeEnvironment(Protocol):
     """Interface of the environment of one sample (pool.EnvironmentSession)."""
 
     async def reset(self, prompt: Prompt) -> TurnContent: ...
-    async def step(self, response: str | Message) -> Step: ...
+    async def step(self, response: str | Message) -> EpisodeStep: ...
 
 
 async def converse(

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_async_rl.config.rollout import EnvironmentConfig
-from megatron_async_rl.rollout.environments import LOADER, Message, Step, TurnContent
+from megatron_async_rl.rollout.environments import LOADER, EpisodeStep, Message, TurnContent
 from megatron_async_rl.rollout.isolation.supervisor import (
     START_S,
     OutOfTime,
@@ -154,8 +154,8 @@ class EnvironmentSession:
         content: str | Sequence[Message] = await self._call("reset", prompt)
         return content
 
-    async def step(self, response: str | Message) -> Step:
-        return Step(**await self._call("step", response))
+    async def step(self, response: str | Message) -> EpisodeStep:
+        return EpisodeStep(**await self._call("step", response))
 
     async def run(self, prompt: Prompt, base_url: str) -> float:
         """Run an agent and return its reward. Replaces `reset` and `step`."""

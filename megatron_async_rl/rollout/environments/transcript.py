@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.data.tokenizer import Tokenizer
-from megatron_async_rl.rollout.environments import Message, Step, TurnContent
+from megatron_async_rl.rollout.environments import EpisodeStep, Message, TurnContent
 from megatron_async_rl.samples.types import FinishReason, PartialResponse, Prompt
 
 FIX = (
@@ -200,7 +200,7 @@ class TranscriptSegment:
         self.rewards.append(0.0)
         self.text.append(turn.text)
 
-    def take_step(self, step: Step) -> None:
+    def take_step(self, step: EpisodeStep) -> None:
         """Record the environment's response to the last turn."""
         self.rewards[-1] += step.reward
         if not step.train:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from megatron_async_rl.rollout.environments import SETTINGS, Step, package_modules
+from megatron_async_rl.rollout.environments import SETTINGS, EpisodeStep, package_modules
 from megatron_async_rl.samples.types import Prompt
 
 OPENENV = "openenv>=0.10,<0.11"
@@ -62,24 +62,24 @@ class OpenEnv:
         result = await self._client.reset(**{name: prompt.fields[name] for name in self._reset})
         return self._shown(result.observation)
 
-    async def step(self, response: str) -> Step:
+    async def step(self, response: str) -> EpisodeStep:
         """Send the response as an action. An invalid action returns an error with reward 0."""
         action: Any = {self._action: response}
         if self._action is None:
             try:
                 action = json.loads(response)
             except ValueError as error:
-                return Step(observation=f"the action is not JSON: {error}")
+                return EpisodeStep(observation=f"the action is not JSON: {error}")
             if not isinstance(action, dict):
-                return Step(observation="the action is not a JSON object")
+                return EpisodeStep(observation="the action is not a JSON object")
         try:
             result = await self._client.step(action)
         except RuntimeError as error:
             # Any other error is the server's fault and fails the sample.
             if NO_ACTION not in str(error):
                 raise
-            return Step(observation="the environment does not accept the action")
-        return Step(
+            return EpisodeStep(observation="the environment does not accept the action")
+        return EpisodeStep(
             observation=self._shown(result.observation),
             reward=float(result.reward or 0.0),
             done=bool(result.done),

@@ -25,8 +25,8 @@ from megatron_async_rl.rollout.environments import (
     SETTINGS,
     UNREAD,
     UNREAD_CALLS,
+    EpisodeStep,
     Message,
-    Step,
     load_factory,
 )
 from megatron_async_rl.rollout.rewards.registry import imported
@@ -123,7 +123,7 @@ class Tools:
     def reset(self, prompt: Prompt) -> None:
         """Do nothing: this environment appends nothing to the prompt."""
 
-    async def step(self, message: Message) -> Step:
+    async def step(self, message: Message) -> EpisodeStep:
         """Run the tool calls of a turn. `message`: the model's message, which may have UNREAD."""
         calls, unread = message.get("tool_calls") or (), message.get(UNREAD)
         measured = {"tool_calls": float(len(calls)), "tool_errors": 0.0, UNREAD_CALLS: 0.0}
@@ -143,7 +143,7 @@ class Tools:
                 measured["tool_errors"] += 1
             named = {"tool_call_id": call["id"], "name": call["function"]["name"]}
             answers.append({"role": "tool", **named, "content": text})
-        return Step(observation=answers, done=not answers, measured=measured)
+        return EpisodeStep(observation=answers, done=not answers, measured=measured)
 
     async def _call(self, call: Mapping[str, Any], deadline: float) -> str:
         tool = self._tools.get(call["name"])

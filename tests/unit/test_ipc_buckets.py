@@ -30,7 +30,7 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_task, "FIRST_DELAY_S", 0.001)
 
 
-def lent(version: int) -> Manifest:
+def on_demand(version: int) -> Manifest:
     ref = BucketRef(path="", size=8, nbytes=8, entries=())
     digests = {"w": f"digest of {version}"}
     return Manifest(buckets=(ref,) * COUNT, digests=digests, on_demand=True)
@@ -115,7 +115,7 @@ def reader(ranks: Ranks) -> FakeEngine:
 
 async def stage(controller: Controller, version: int) -> None:
     """Returns when the engines that are there hold `version`."""
-    await controller.staged(version, lent(version))
+    await controller.staged(version, on_demand(version))
     await controller.loaded(version)
 
 
@@ -147,7 +147,7 @@ def test_while_one_bucket_is_read_the_next_is_filled() -> None:
             await controller.next_batch(0)
             await controller.sleep()
             engine.before_update = lambda version: goes_on.wait()
-            await controller.staged(1, lent(1))
+            await controller.staged(1, on_demand(1))
             await until(lambda: len(ranks.filled) == COUNT + 2)
             assert had(engine) == ["1/0"]
             assert ranks.memory == ["1/0", "1/1"]
@@ -248,7 +248,7 @@ def test_ranks_that_fill_nothing_cost_the_engines_after_their_limit_and_the_run_
             await controller.next_batch(0)
             await controller.sleep()
             ranks.gate.clear()
-            await controller.staged(1, lent(1))
+            await controller.staged(1, on_demand(1))
             with pytest.raises(Exception, match=r"engine-0 to get bucket 0 of version 1"):
                 await controller.next_batch(1)
 
@@ -262,7 +262,7 @@ def test_acquired_weights_that_differ_end_the_run() -> None:
             await controller.next_batch(0)
             await controller.sleep()
             engines[1].spoil = True
-            await controller.staged(1, lent(1))
+            await controller.staged(1, on_demand(1))
             with pytest.raises(WeightMismatch, match="tensor w"):
                 await controller.loaded(1)
 
