@@ -147,7 +147,7 @@ def project_kernel(
 def three_products(gradient: Tensor, written: tuple[Tensor, ...], known: bool) -> Tensor:
     """Return [3] float64: (<g, r>, |g|^2, |r|^2), with one read of each. known: leave |r|^2 at 0.
 
-    gradient: contiguous, float32 or bfloat16. written: result of `quantize`, of the same size.
+    gradient: contiguous, float32 or bfloat16. written: tensors of quantize.py, of the same size.
     """
     flat, numbers, scales = gradient.view(-1), written[0], written[-1]
     elements = flat.numel()

@@ -44,13 +44,6 @@ def write(values: Tensor, written: QuantizedTensors) -> None:
     numbers.copy_(blocks / scales)
 
 
-def quantize(values: Tensor, dtype: ReferenceDtype) -> QuantizedTensors:
-    """Return new tensors that hold `values` (any shape, finite)."""
-    written = room_for(values.numel(), dtype, values.device)
-    write(values, written)
-    return written
-
-
 def scales_of(largest: Tensor, limit: float) -> Tensor:
     """Return the smallest powers of two that scale `largest` (float32, not negative) to at most
     `limit`."""

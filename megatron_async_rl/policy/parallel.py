@@ -69,7 +69,6 @@ class Layout:
     tp_group: Any
     cp_group: Any
     pp_group: Any
-    dp_group: Any
     ep_group: Any
     replica_group: Any
     expert_replica_group: Any
@@ -250,7 +249,6 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         cp_group=parallel_state.get_context_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
-        dp_group=parallel_state.get_data_parallel_group(),
         ep_group=parallel_state.get_expert_model_parallel_group(),
         replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         expert_replica_group=parallel_state.get_expert_data_parallel_group(),

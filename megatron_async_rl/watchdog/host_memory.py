@@ -29,8 +29,6 @@ RECENT_S = 60.0
 """Largest age at which the kernel's kill of a process explains a death noticed now."""
 LOOK_S = 1.0
 """Shortest time between two regular reads of the kernel's count."""
-RAY_THRESHOLD = 0.95
-"""Share of a machine's memory in use at which Ray's memory monitor ends an engine."""
 _RAY_NODE = re.compile(r"Memory on the node \(IP: ([^,)]+)[^)]*\) was (\S+ used / \S+) limit")
 _RAY_USER = re.compile(r"\d+\t[\d.]+\t")
 _LOGGED = re.compile(

@@ -142,11 +142,6 @@ class ProgressMonitor:
         """Seconds since the run moved."""
         return self._now - self._moved_at
 
-    @property
-    def aggregates(self) -> bool:
-        """True if this process published the summary at the last call of `look`."""
-        return not self._followed
-
     def look(self) -> None:
         """Read this node's summary and use it; publish it unless another process does."""
         self._now = time.monotonic()

@@ -2,7 +2,7 @@
 
 `broken` reads the two tables of `RUN/samples/` and returns a Violation for every statement that
 they contradict. It shares no code with the scheduler, and repeats in its own words what
-`samples/history.py` proves, so that an error in one of them is found by the other:
+`tests/sample_history.py` proves, so that an error in one of them is found by the other:
 
 - outcomes are numbered from 0 without a gap and without repetition;
 - each step consumed `prompts_per_step` groups and trained `group_size` samples of each;
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_async_rl.samples.frames import FOLDER, SegmentBroken, numbers_in
-from megatron_async_rl.samples.history import HistoryBroken, account
 from megatron_async_rl.samples.segments import read_table
+from tests.sample_history import HistoryBroken, account
 
 ViolationKind = Literal["lost", "duplicated", "beyond", "silent", "hung", "unnamed", "left over"]
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from megatron_async_rl.metrics.timeline import read_timeline
 from megatron_async_rl.samples import Sample
-from megatron_async_rl.samples.history import account
 from megatron_async_rl.samples.segments import load, read_entries
 from tests.end_to_end.conftest import LOOP_STEPS as STEPS
+from tests.sample_history import account
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_async_rl.controls.quantize import quantize
 from megatron_async_rl.controls.reference import GradientReference, kernels_for
 from tests.gpu.hardware import DEVICE, ON_CUDA, ON_DEVICE
+from tests.quantized import quantize
 
 FORMATS = ("fp32", "bf16", "fp8")
 REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}

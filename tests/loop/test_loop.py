@@ -24,7 +24,6 @@ from megatron_async_rl.flow.rank0 import Rank0
 from megatron_async_rl.policy.anomaly import AnomalyReport
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.samples.columns import NUMERIC
-from megatron_async_rl.samples.history import account
 from megatron_async_rl.samples.recorded import RecordedBatches
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.segments import load, read_entries
@@ -33,6 +32,7 @@ from megatron_async_rl.watchdog.events import Status, read_status
 from megatron_async_rl.watchdog.watch import STOP
 from megatron_async_rl.weights.version_digest import version_digest
 from tests.loop.one_process import Crash, EngineDied, Engines, LoopEngine, OneProcess, varied
+from tests.sample_history import account
 from tests.thorough import examples
 
 STEPS = 3
@@ -43,7 +43,6 @@ SUPERVISED = (
 )
 COLOCATED = (*SYNCHRONOUS, "rollout.placement=colocated")
 EVERY_STEP = ("checkpoint.every=1",)
-EVALUATED = ("data.eval=held_out.jsonl", "eval.every=1", "eval.samples_per_prompt=2")
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,9 @@ from triton.runtime import interpreter
 from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.controls import gac_kernels, reference
 from megatron_async_rl.controls.gac import Gac
-from megatron_async_rl.controls.quantize import BLOCK, dequantize, quantize
+from megatron_async_rl.controls.quantize import BLOCK, dequantize
 from tests.gradients import OneRank, Shard, step
+from tests.quantized import quantize
 
 FORMATS = ("fp32", "bf16", "fp8")
 SIZES = (gac_kernels.SPAN + 3 * 1024 + 5, gac_kernels.SPAN, 128, 7)

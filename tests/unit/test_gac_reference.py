@@ -13,10 +13,11 @@ from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.controls import alignment, reference
 from megatron_async_rl.controls.decision import Decision, combined
 from megatron_async_rl.controls.gac import Gac
-from megatron_async_rl.controls.quantize import BLOCK, dequantize, quantize, room_for
+from megatron_async_rl.controls.quantize import BLOCK, dequantize, room_for
 from megatron_async_rl.controls.reference import GradientReference, copies_for, kernels_for
 from tests.cases import looped
 from tests.gradients import OneRank, Shard, aligned, flat, step
+from tests.quantized import quantize
 
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / BLOCK}
 RELATIVE = {"fp32": 0.0, "bf16": 2.0**-8, "fp8": 2.0**-4}

@@ -24,13 +24,13 @@ from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.controller_spec import DataState
 from megatron_async_rl.flow.sample_log import SampleLogWriter, open_sample_log
 from megatron_async_rl.report.sample_browser import SampleBrowser
-from megatron_async_rl.samples import history
 from megatron_async_rl.samples.frames import FOLDER, MARK_FILE, SegmentBroken
-from megatron_async_rl.samples.history import HistoryBroken, account
 from megatron_async_rl.samples.segments import gaps_in, read_entries, read_table
 from megatron_async_rl.samples.types import Request, Sample
+from tests import sample_history
 from tests.cases import looped
 from tests.logged_samples import row, sample
+from tests.sample_history import HistoryBroken, account
 from tests.thorough import examples
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest
 from tests.unit.flow_setup import WholeRewards, controller_of, flow, position, run, stage, until
@@ -333,6 +333,6 @@ def test_two_outcomes_of_one_number_are_a_fault(
     account(run_dir)
     table = read_table(run_dir, "outcomes")
     twice = pa.concat_tables([table, table.slice(1, 1)])
-    monkeypatch.setattr(history, "read_table", lambda *_: twice)
+    monkeypatch.setattr(sample_history, "read_table", lambda *_: twice)
     with pytest.raises(HistoryBroken, match="two outcomes have the number 1"):
         account(run_dir)

@@ -14,6 +14,11 @@ from megatron_async_rl.watchdog import progress_monitor
 from megatron_async_rl.watchdog.progress_monitor import FOLDER, STALE_S, ProgressMonitor
 
 
+def aggregates(monitor: ProgressMonitor) -> bool:
+    """True if the process published the summary at its last look."""
+    return not monitor._followed
+
+
 @dataclass
 class Node:
     """A node's processes, each with a monitor; a second passes from one look to the next."""
@@ -45,7 +50,7 @@ class Node:
 
     @property
     def aggregators(self) -> list[str]:
-        return [name for name, monitor in self.monitors.items() if monitor.aggregates]
+        return [name for name, monitor in self.monitors.items() if aggregates(monitor)]
 
 
 @dataclass
@@ -139,7 +144,7 @@ def test_a_dead_or_stopped_aggregator_is_replaced_and_yields_when_it_comes_back(
         node.beat(silent=("launcher 0",))
         other.beat()
     ranks = {name: node.monitors[name] for name in RANKS}
-    assert [name for name, monitor in ranks.items() if monitor.aggregates] == ["rank 0"]
+    assert [name for name, monitor in ranks.items() if aggregates(monitor)] == ["rank 0"]
     assert all(monitor.still_s >= still_s + STALE_S for monitor in ranks.values()), (
         "a new aggregator is no progress"
     )

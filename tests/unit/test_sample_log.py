@@ -42,12 +42,12 @@ from megatron_async_rl.samples.frames import (
     read_mark,
     segments_in,
 )
-from megatron_async_rl.samples.history import account
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.segments import load, read_batches, read_entries, read_table
 from megatron_async_rl.samples.types import Prompt, Sample
 from megatron_async_rl.simulate.calibrate import _read_samples
 from tests.parallel.ranks import FORKS
+from tests.sample_history import account
 from tests.thorough import examples
 from tests.train_batches import row
 from tests.unit.fake_engine import FakeEngine
