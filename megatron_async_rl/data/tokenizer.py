@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -364,30 +365,31 @@ PATCHED_SIZE = 100_000
 """Vocabulary size above which transformers may replace Mistral's regular expression."""
 
 
-class TokenizerBackend(Protocol):
-    """Interface of a tokenizer library, without the rules of this package."""
+class TokenizerBackend(ABC):
+    """Interface of a tokenizer library, without the rules of this package. `tokenizer`: an object
+    of the library."""
 
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @abstractmethod
     def vocabulary(self) -> Mapping[str, int]:
         """Return the id of each token, added tokens included."""
-        ...
 
+    @abstractmethod
     def token(self, index: int) -> str | None: ...
 
+    @abstractmethod
     def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]: ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of known ids without special tokens."""
-        ...
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-class FileBackend:
-    """Backend for a tokenizer.json that transformers would read unchanged.
-
-    `tokenizer`: an object of the library `tokenizers`.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+class FileBackend(TokenizerBackend):
+    """Backend for a tokenizer.json that transformers would read unchanged. It uses the library
+    `tokenizers`."""
 
     def vocabulary(self) -> Mapping[str, int]:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -401,11 +403,8 @@ class FileBackend:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encoded]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-
-class TransformersBackend:
+class TransformersBackend(TokenizerBackend):
     """Backend that uses transformers' tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -415,7 +414,7 @@ class TransformersBackend:
         # changes no state, so several threads may encode.
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         own = type(tokenizer)._encode_plus
         # A class with its own rules, such as Code Llama's infilling, applies them only to a single
         # text, so do not encode its texts in batches.
@@ -446,9 +445,6 @@ class TransformersBackend:
         )
         ids: list[list[int]] = encoded["input_ids"]
         return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 def is_plain(

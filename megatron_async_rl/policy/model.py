@@ -295,11 +295,11 @@ def build_bridge(
     dtype: torch.dtype,
     layout: Layout,
     sequence_parallel: bool,
-    packed: bool = False,
-    recompute: str = "none",
-    lora: LoraConfig | None = None,
-    layers: RequestedLayers = "auto",
-    fp8: Fp8Config | None = None,
+    packed: bool,
+    recompute: str,
+    lora: LoraConfig | None,
+    layers: RequestedLayers,
+    fp8: Fp8Config | None,
 ) -> PolicyBridge:
     """Return the bridge of the model in `model_path`. packed: for packed rows. lora: layers get
     adapters. layers, fp8: `policy.layers`, `policy.fp8`. Raises UnsupportedModel, UserError for

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from megatron_async_rl.samples.columns import flat
+from megatron_async_rl.samples.columns import flat, value_rows
 
 SURPRISE = 1e-6
 """Probability below which more repetitions than expected count as a fault."""
@@ -95,7 +95,7 @@ def trained_after_end(samples: pa.RecordBatch, ends: Collection[int]) -> NDArray
     late = np.zeros(len(responses), dtype=bool)
     if len(turns):
         late = trained & (before > before[turns][np.maximum(turn, 0)])
-    rows = np.repeat(np.arange(len(lengths)), lengths)
+    rows = value_rows(lengths)
     return np.bincount(rows[late], minlength=len(lengths)).astype(np.int64)
 
 
@@ -106,5 +106,5 @@ def without_logprob(samples: pa.RecordBatch) -> NDArray[np.int64]:
     trained = flat(samples.column("loss_mask"))[0] > 0
     # Rounding may make the log-prob of a certain token slightly positive.
     wrong = trained & ~(np.isfinite(logp) & (logp <= 1e-3))
-    rows = np.repeat(np.arange(len(lengths)), lengths)
+    rows = value_rows(lengths)
     return np.bincount(rows[wrong], minlength=len(lengths)).astype(np.int64)

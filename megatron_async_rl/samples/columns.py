@@ -240,6 +240,16 @@ def flat(column: pa.ListArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
     return column.flatten().to_numpy(), lengths
 
 
+def row_starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the offset of each row in the values of `flat`, and the end: [S + 1]."""
+    return np.concatenate(([0], np.cumsum(lengths)))
+
+
+def value_rows(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the row of each value of `flat`: [N]."""
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
 def spans(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the indices starts[0], ..., starts[0] + lengths[0] - 1, starts[1], ... of several
     spans, one after another."""

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from megatron_async_rl.samples.columns import NUMERIC, ROUTED, flat, spans
+from megatron_async_rl.samples.columns import NUMERIC, ROUTED, flat, row_starts, spans, value_rows
 
 NO_RANK = -1
 """Owner of a sample that is not trained on."""
@@ -167,12 +167,12 @@ class RankBatch:
     def starts(self) -> NDArray[np.int64]:
         """Offset of each sample's first response token, and the end: [S + 1]."""
         # Cached: every pass over the batch reads it.
-        return np.concatenate(([0], np.cumsum(self.lengths)))
+        return row_starts(self.lengths)
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
         """Row of each response token: [N]."""
-        return np.repeat(np.arange(len(self)), self.lengths)
+        return value_rows(self.lengths)
 
     @cached_property
     def owned_starts(self) -> NDArray[np.int64]:

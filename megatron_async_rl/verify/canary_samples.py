@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async_rl.samples.columns import value_rows
 from megatron_async_rl.samples.frames import FOLDER, segments_in
 from megatron_async_rl.samples.segments import read_batches
 
@@ -55,7 +56,7 @@ class CanarySamples:
     @cached_property
     def rows(self) -> NDArray[np.int64]:
         """Sample of each token: [N]."""
-        return np.repeat(np.arange(len(self.length)), self.length)
+        return value_rows(self.length)
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:

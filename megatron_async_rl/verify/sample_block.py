@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from megatron_async_rl.samples.columns import flat
+from megatron_async_rl.samples.columns import flat, row_starts, value_rows
 
 
 class SampleFacts(NamedTuple):
@@ -95,12 +95,12 @@ class SampleBlock:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        return np.concatenate(([0], np.cumsum(self.lengths)))
+        return row_starts(self.lengths)
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
         """Row of each token, [N]."""
-        return np.repeat(np.arange(len(self)), self.lengths)
+        return value_rows(self.lengths)
 
     @cached_property
     def log_probs(self) -> NDArray[np.float32]:

@@ -60,9 +60,9 @@ def code(
     timeout_s: float,
     partial: bool = False,
     cpu_s: float = CODE_CPU_S,
-    memory_mib: int = 512,
-    processes: int = 8,
-    isolation: Isolation = "namespaces",
+    memory_mib: int = Limits.memory_mib,
+    processes: int = Limits.processes,
+    isolation: Isolation = Limits.isolation,
 ) -> float:
     """Return 1.0 if the code passes all tests, else 0.0; with `partial`, the share of passed tests.
     Raises ColumnError for tests that accept code without testing it, and ProgramsStarved."""

@@ -17,8 +17,9 @@ Invariants:
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,22 +51,28 @@ from vllm.platforms import current_platform
 log = init_logger("vllm.megatron_async_rl.reload")
 
 
-class Reload(Protocol):
+class Reload(ABC):
     """Steps of an update: `begin`, `load` for each bucket, `end`. `keeps`: true if the reload may
     hold a tensor after the `load` that received it."""
 
     keeps: bool
 
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    @abstractmethod
     def begin(self) -> None: ...
+
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load full tensors with their Hugging Face names. Return the names of the parameters that
         were loaded."""
-        ...
+        loaded: set[str] = self._model.load_weights(tensors)
+        return loaded
 
+    @abstractmethod
     def end(self) -> list[str]:
         """End the update. Return the names of weights that are known to be incomplete; the model
         cannot run with an incomplete weight."""
-        ...
 
 
 def reload_of(
@@ -118,23 +125,19 @@ def _obstacle(model: torch.nn.Module) -> str | None:
     return None
 
 
-class LayerwiseReload:
+class LayerwiseReload(Reload):
     """vLLM's own reload. vLLM holds the parts of a layer until the layer is complete, and packs
     only layers that receive a tensor. `end` packs tied output layers, which receive no tensor."""
 
     keeps = True
 
     def __init__(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        self._model = model
+        super().__init__(model)
         self._model_config = model_config
         self._tied = tied_layers(model)
 
     def begin(self) -> None:
         initialize_layerwise_reload(self._model)
-
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-        loaded: set[str] = self._model.load_weights(tensors)
-        return loaded
 
     def end(self) -> list[str]:
         finalize_layerwise_reload(self._model, self._model_config)
@@ -143,14 +146,14 @@ class LayerwiseReload:
         return []
 
 
-class InPlaceReload:
+class InPlaceReload(Reload):
     """Reload into existing memory. An embedding that only looks up rows needs no packed copy; it
     gets one at its first use as a linear layer."""
 
     keeps = False
 
     def __init__(self, model: torch.nn.Module, take: Callable[[Tensor], None]) -> None:
-        self._model = model
+        super().__init__(model)
         self._packed: list[PackedLinear | PackedExperts] = []
         self._heads: list[Any] = []
         self._lookups: list[Any] = []
@@ -169,10 +172,6 @@ class InPlaceReload:
         # Drop the packed copies of all layers, including those that this update leaves out.
         for layer in self._packed:
             layer.await_pieces()
-
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-        loaded: set[str] = self._model.load_weights(tensors)
-        return loaded
 
     def end(self) -> list[str]:
         for layer in self._heads:
