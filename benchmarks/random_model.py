@@ -203,12 +203,14 @@ class Publisher:
         """Connect the engine to a collective, which carries all later versions."""
         import ray
 
-        from megatron_async_rl.flow.agents import EngineCommunicator, SenderActor
         from megatron_async_rl.rollout.engine_process import RemoteEngine
+        from megatron_async_rl.weights.agents import ReceivingEngine
+        from megatron_async_rl.weights.collective_agents import EngineCommunicator, SenderActor
 
         sender = ray.remote(num_cpus=0)(SenderActor).remote("127.0.0.1", logs, 60.0, None)
         meeting = ray.get(sender.open.remote(1), timeout=60)
-        self._communicator = EngineCommunicator("here", sender, RemoteEngine(self._handle), meeting)
+        engine = ReceivingEngine("here", 1, RemoteEngine(self._handle).receive)
+        self._communicator = EngineCommunicator("here", sender, engine, meeting)
 
     def publish_on_demand(self, version: int, shards: Any) -> Published:
         """Publish by cuda_ipc: bucket by bucket, each filled while the engine loads the previous

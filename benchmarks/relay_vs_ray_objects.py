@@ -143,7 +143,8 @@ def head(arguments: argparse.Namespace) -> None:
     import torch
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from megatron_async_rl.flow.agents import RelaySpec, serve_here, start_relay
+    from megatron_async_rl.weights.agents import AgentSpec
+    from megatron_async_rl.weights.relay_agents import serve_here, start_agent
     from megatron_async_rl.weights.shared_memory import SharedMemory
     from megatron_async_rl.weights.staging import Staging
     from megatron_async_rl.weights.transport import ShardSlice, TensorSpec
@@ -157,9 +158,9 @@ def head(arguments: argparse.Namespace) -> None:
     agent = ray.remote(num_cpus=0)(PullingAgent).options(scheduling_strategy=strategy).remote()
     assert ray.get(agent.where.remote()) == there
     server = serve_here(60.0)
-    spec = RelaySpec(index=0, machine=there, log_dir=Path(arguments.folder))
+    spec = AgentSpec(index=0, machine=there, log_dir=Path(arguments.folder), transport="relay")
     loop = asyncio.new_event_loop()
-    relay = loop.run_until_complete(start_relay(spec, server.address))
+    relay = loop.run_until_complete(start_agent(spec, server.address))
 
     results = []
     version = 0

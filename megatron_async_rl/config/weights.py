@@ -20,21 +20,27 @@ class CarrierCapabilities:
     """Properties of a carrier that determine where engines may run and how much memory a version
     needs.
 
-    `other_machines`: engines may run on machines other than rank 0's. `per_engine`: each engine
-    receives its own copy over a communicator, one engine after another; otherwise all engines of a
-    machine read one copy. `ipc`: engines load from buckets that the ranks fill on demand, on
-    devices that engines and policy share.
+    `agents`: module of `weights/` with the agents that copy versions to engines on machines other
+    than rank 0's (`weights/agents.py`); empty if all engines run on rank 0's machine. `per_engine`:
+    each engine receives its own copy, one engine after another, and the carrier's file has a
+    `Receiver` for its workers; otherwise all engines of a machine read one copy. `ipc`: engines
+    load from buckets that the ranks fill on demand, on devices that engines and policy share.
     """
 
-    other_machines: bool = False
+    agents: str = ""
     per_engine: bool = False
     ipc: bool = False
+
+    @property
+    def other_machines(self) -> bool:
+        """True if engines may run on machines other than rank 0's."""
+        return bool(self.agents)
 
 
 CARRIERS = {
     "shared_memory": CarrierCapabilities(),
-    "relay": CarrierCapabilities(other_machines=True),
-    "collective": CarrierCapabilities(other_machines=True, per_engine=True),
+    "relay": CarrierCapabilities(agents="relay_agents"),
+    "collective": CarrierCapabilities(agents="collective_agents", per_engine=True),
     "cuda_ipc": CarrierCapabilities(ipc=True),
 }
 """Carrier's name -> its capabilities. The first carrier is the default."""

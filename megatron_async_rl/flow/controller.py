@@ -8,7 +8,7 @@
                  requests   samples     held-out requests
                       v       |                 v
                     fleet: lanes -----> one task per engine: start, load, verify, serve, restart
-                    relays -----------> one task per other machine with engines: copy the weights
+                    agents -----------> one task per other machine with engines: copy the weights
 
 Each part waits for one thing only. The scheduler is called and waits for nothing. A lane waits for
 an engine that has room and holds its version. An engine's task waits for a report or for its turn
@@ -51,7 +51,7 @@ from megatron_async_rl.flow.controller_spec import (
     Handout,
     PromptProvider,
 )
-from megatron_async_rl.flow.distribution import NoRelays, Relays, relays_of
+from megatron_async_rl.flow.distribution import WeightAgents, weight_agents
 from megatron_async_rl.flow.engine_task import Launch
 from megatron_async_rl.flow.errors import (
     BatchTimeout,
@@ -90,7 +90,7 @@ log = logging.getLogger(__name__)
 NAME = "controller"
 STOP_POLL_S = 0.5
 STOP_ENGINES_S = 15.0
-STOP_RELAYS_S = 5.0
+STOP_AGENTS_S = 5.0
 
 
 class Controller(Listener):
@@ -125,7 +125,7 @@ class Controller(Listener):
         self._counts = FlowCounts()
         # Held-out requests have fixed numbers: two evaluations would share their ids.
         self._evaluating = asyncio.Lock()
-        self._relays: Relays | NoRelays = NoRelays()
+        self._agents: WeightAgents | None = None  # for engines on other machines
         self._orders: asyncio.Task[None] | None = None
 
     async def start(self, position: DataState | None = None) -> None:
@@ -143,9 +143,8 @@ class Controller(Listener):
             # Before engines start, which takes minutes: the position may be refused.
             self._source.load_state(position.state["source"])
             self._resumed, self._oldest = position.state, position.oldest
-            self._left_behind = (
-                read_buffer(position.buffer) if position.buffer is not None else EMPTY
-            )
+            if position.buffer is not None:
+                self._left_behind = read_buffer(position.buffer)
         self._fleet = Fleet(
             spec.engines,
             self._launch,
@@ -153,7 +152,7 @@ class Controller(Listener):
             spec.fleet,
             evaluators_from=len(spec.engines) - spec.evaluators,
         )
-        self._relays = relays_of(spec, self._fleet, self)
+        self._agents = weight_agents(spec, self._fleet, self)
         await asyncio.gather(self._fleet.started(), self._rewards.start())
         if spec.run_dir is not None:
             orders = self._fleet.follow_orders(spec.run_dir / watch.ENGINES, spec.timeout_s)
@@ -163,16 +162,18 @@ class Controller(Listener):
     # Weights
 
     async def staged(self, version: int, manifest: Manifest) -> None:
-        """Let engines load `version`, each in its turn. Return when neither an engine nor a relay
+        """Let engines load `version`, each in its turn. Return when neither an engine nor an agent
         reads an older version."""
         self._require_no_failure()
         # No await before the next line: agents can send any version that an engine may request.
-        self._relays.stage(version, manifest)
+        if self._agents is not None:
+            self._agents.stage(version, manifest)
         self._fleet.updates.stage(version, manifest)
-        with watch.doing("wait", f"engines and relays to be done with versions before {version}"):
+        with watch.doing("wait", f"engines and agents to be done with versions before {version}"):
             await self._fleet.updates.until_released(version)
         # Not earlier: until here an agent may have been reading an older version.
-        self._relays.release(version)
+        if self._agents is not None:
+            self._agents.release(version)
         self._require_no_failure()
 
     async def loaded(self, version: int) -> None:
@@ -203,13 +204,8 @@ class Controller(Listener):
         pending = [
             (int(index), prompt_of(fields)) for index, fields in self._resumed.get("pending", [])
         ]
-        again = self._scheduler.start(
-            version,
-            int(self._resumed.get("next_index", 0)),
-            pending,
-            self._left_behind,
-            self._oldest,
-        )
+        index = int(self._resumed.get("next_index", 0))
+        again = self._scheduler.start(version, index, pending, self._left_behind, self._oldest)
         # The scheduler owns these groups from here on.
         self._left_behind = EMPTY
         self._sample_log.begin(
@@ -488,7 +484,7 @@ class Controller(Listener):
         )
 
     async def close(self) -> None:
-        """End the engines, the relays and the sample log. `state()` still returns the engines' open
+        """End the engines, the agents and the sample log. `state()` still returns the engines' open
         requests."""
         # First: a late reward must not reach a fleet that has ended.
         self._rewards.close()
@@ -496,5 +492,6 @@ class Controller(Listener):
             await cancel_all([self._orders])
         await self._fleet.close(STOP_ENGINES_S)
         # After the engines, which may still read what agents hold.
-        await self._relays.close(STOP_RELAYS_S)
+        if self._agents is not None:
+            await self._agents.close(STOP_AGENTS_S)
         await asyncio.to_thread(self._sample_log.close)

@@ -1,6 +1,6 @@
 """Life cycle of the agents that copy staged weights to memory other than rank 0's. Each machine has
 one task, from its first engine to the run's end. If each engine has its own copy, an engine counts
-as a machine: its agent is its communicator, and ends with it (agents.py).
+as a machine: its agent is its communicator, and ends with it (collective_agents.py).
 
          +------------------------------------------------------------+
          v                                                            |
@@ -22,30 +22,38 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_async_rl.flow.agents import Communicators, Relay, RelaySpec, serve_here, start_relay
 from megatron_async_rl.flow.controller_spec import ControllerSpec
 from megatron_async_rl.flow.engine_task import REPORT_S, Restarts
 from megatron_async_rl.flow.fleet import Fleet
 from megatron_async_rl.flow.updates import WeightUpdates
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.watch import await_named, cancel_all
+from megatron_async_rl.weights.agents import (
+    Agent,
+    AgentContext,
+    AgentSource,
+    AgentSpec,
+    ReceivingEngine,
+    agent_source,
+)
 from megatron_async_rl.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelaySettings:
+class AgentSettings:
     """Settings from the configuration. `unresponsive_s`: also the longest time without a byte.
     `at_once`: number of machines that receive at a time. `with_engines`: an agent ends with its
-    machine's engines."""
+    machine's engines. `transport`: the carrier's name."""
 
     log_dir: Path
+    transport: str
     unresponsive_s: float
     send_timeout_s: float
     start_timeout_s: float
@@ -54,20 +62,8 @@ class RelaySettings:
     with_engines: bool
 
 
-class WeightSource(Protocol):
-    """The source from which agents fetch versions."""
-
-    def stage(self, version: int, manifest: Manifest) -> None:
-        """Let agents fetch `version`."""
-
-    def release(self, version: int) -> None:
-        """Stop sending versions before `version`: their memory may be overwritten."""
-
-    def close(self) -> None: ...
-
-
-class RelayListener(Protocol):
-    """The controller, which is notified of the relays' events."""
+class AgentListener(Protocol):
+    """The controller, which is notified of the agents' events."""
 
     def note(self, text: str) -> None: ...
     def on_machine_lost(self, machine: str, reason: str, *, all_engines: bool) -> None:
@@ -76,27 +72,25 @@ class RelayListener(Protocol):
     def on_error(self, error: BaseException) -> None: ...
 
 
-class Relays:
-    """All agents, on one loop, which must be running. `launch`: starts an agent."""
+class WeightAgents:
+    """All agents, on one loop, which must be running."""
 
     def __init__(
         self,
         updates: WeightUpdates,
-        source: WeightSource,
-        launch: Callable[[RelaySpec], Awaitable[Relay]],
-        listener: RelayListener,
-        settings: RelaySettings,
+        source: AgentSource,
+        listener: AgentListener,
+        settings: AgentSettings,
     ) -> None:
         self._source = source
         self._updates = updates
-        self._launch = launch
         self._listener = listener
         self._settings = settings
-        self._running: dict[str, Relay] = {}
-        """Running relays by machine."""
+        self._running: dict[str, Agent] = {}
+        """Running agents by machine."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._begun = 0
-        self._task = asyncio.create_task(self._guarded(self._look()), name="relays")
+        self._task = asyncio.create_task(self._guarded(self._look()), name="agents")
 
     def stage(self, version: int, manifest: Manifest) -> None:
         """Let agents fetch `version`."""
@@ -111,17 +105,17 @@ class Relays:
         `timeout_s`."""
         # First, because these tasks would replace every agent that ends.
         await cancel_all([self._task, *self._tasks.values()])
-        closings = [asyncio.ensure_future(relay.close()) for relay in self._running.values()]
+        closings = [asyncio.ensure_future(agent.close()) for agent in self._running.values()]
         if closings:
-            with watch.doing("wait", "the relays to stop", timeout_s):
+            with watch.doing("wait", "the agents to stop", timeout_s):
                 _, late = await asyncio.wait(closings, timeout=timeout_s)
             for closing in late:
                 closing.cancel()
             for error in await asyncio.gather(*closings, return_exceptions=True):
                 if error is not None:
-                    log.warning("a relay did not stop by itself: %s", error)
-        for relay in self._running.values():
-            relay.kill()
+                    log.warning("an agent did not stop by itself: %s", error)
+        for agent in self._running.values():
+            agent.kill()
         self._running.clear()
         # After the agents, which may still be fetching.
         await asyncio.to_thread(self._source.close)
@@ -132,7 +126,7 @@ class Relays:
             machine = await self._updates.until_elsewhere(self._tasks)
             index, self._begun = self._begun, self._begun + 1
             work = self._guarded(self._keep(machine, index))
-            task = self._tasks[machine] = asyncio.create_task(work, name=f"relay-{index}")
+            task = self._tasks[machine] = asyncio.create_task(work, name=f"agent-{index}")
             task.add_done_callback(functools.partial(self._ended, machine))
 
     def _ended(self, machine: str, _: asyncio.Task[None]) -> None:
@@ -146,10 +140,11 @@ class Relays:
 
     async def _keep(self, machine: str, index: int) -> None:
         settings, updates = self._settings, self._updates
-        spec = RelaySpec(
+        spec = AgentSpec(
             index=index,
             machine=machine,
             log_dir=settings.log_dir,
+            transport=settings.transport,
             silence_s=settings.unresponsive_s,
         )
         restarts = Restarts(settings.restarts_per_hour)
@@ -182,7 +177,7 @@ class Relays:
                 # Its engines were lost with it; the next engine there gets a new agent.
                 await updates.until_left(machine)
 
-    async def _life(self, spec: RelaySpec) -> str | None:
+    async def _life(self, spec: AgentSpec) -> str | None:
         """Start an agent and serve its machine until the agent is lost; return the reason. None: it
         ended with its engines."""
         machine, with_engines = spec.machine, self._settings.with_engines
@@ -190,11 +185,12 @@ class Relays:
         try:
             limit_s = self._settings.start_timeout_s
             with watch.phase(f"starting {spec.name}", limit_s):
-                relay = await await_named(f"{spec.name} to start", self._launch(spec), limit_s)
-            self._running[machine] = relay
+                starting = self._source.launch(spec)
+                agent = await await_named(f"{spec.name} to start", starting, limit_s)
+            self._running[machine] = agent
             works: list[asyncio.Future[None]] = [
-                asyncio.ensure_future(self._send(spec, relay)),
-                asyncio.ensure_future(self._listen(spec, relay)),
+                asyncio.ensure_future(self._send(spec, agent)),
+                asyncio.ensure_future(self._listen(spec, agent)),
             ]
             if with_engines:
                 works.append(asyncio.ensure_future(self._updates.until_left(machine)))
@@ -215,56 +211,56 @@ class Relays:
         self._updates.lose_copies(machine)
         return reason
 
-    async def _send(self, spec: RelaySpec, relay: Relay) -> None:
+    async def _send(self, spec: AgentSpec, agent: Agent) -> None:
         while True:
             async with self._updates.sending(spec.machine, self._settings.at_once) as staged:
                 # Within the block, which protects rank 0's slot from writes while it is read.
                 copy = await await_named(
-                    f"version {staged.version} to reach {relay.where}",
-                    relay.fetch(staged.version, staged.manifest),
+                    f"version {staged.version} to reach {agent.where}",
+                    agent.fetch(staged.version, staged.manifest),
                     self._settings.send_timeout_s,
                 )
                 self._updates.arrived(spec.machine, staged, copy)
             watch.progress("versions relayed")
 
-    async def _listen(self, spec: RelaySpec, relay: Relay) -> None:
+    async def _listen(self, spec: AgentSpec, agent: Agent) -> None:
         limit_s = self._settings.unresponsive_s
         while True:
-            await await_named(f"{spec.name} to answer", relay.alive(), limit_s)
+            await await_named(f"{spec.name} to answer", agent.alive(), limit_s)
             await asyncio.sleep(min(REPORT_S, limit_s / 4))
 
 
-class NoRelays:
-    """Null counterpart of `Relays`, for runs whose engines are all on rank 0's machine."""
-
-    def stage(self, version: int, manifest: Manifest) -> None: ...
-    def release(self, version: int) -> None: ...
-    async def close(self, timeout_s: float) -> None: ...
-
-
-def relays_of(
-    spec: ControllerSpec, all_engines: Fleet, listener: RelayListener
-) -> Relays | NoRelays:
-    """Return the agents of a run. Raises RelayFailed if this machine cannot serve weights."""
+def weight_agents(
+    spec: ControllerSpec, all_engines: Fleet, listener: AgentListener
+) -> WeightAgents | None:
+    """Return the agents of a run; None if all engines read rank 0's memory. Raises RuntimeError if
+    this machine cannot serve weights."""
     engine, fleet = spec.engines[0], spec.fleet
-    if not engine.carrier.other_machines:
-        return NoRelays()
+    if not engine.carrier.agents:
+        return None
+
+    def engine_at(machine: str) -> ReceivingEngine | None:
+        slot = next((one for one in all_engines.slots if one.machine == machine), None)
+        if slot is None or slot.engine is None:
+            return None
+        return ReceivingEngine(slot.name, slot.spec.rollout.workers, slot.engine.receive)
+
     per_engine = engine.carrier.per_engine
-    settings = RelaySettings(
+    settings = AgentSettings(
         at_once=1 if per_engine else math.inf,
         with_engines=per_engine,
+        transport=engine.transport,
         log_dir=engine.log_dir,
         unresponsive_s=fleet.unresponsive_s,
         send_timeout_s=fleet.update_timeout_s,
         start_timeout_s=spec.start_timeout_s,
         restarts_per_hour=fleet.restarts_per_hour,
     )
-    updates = all_engines.updates
-    if per_engine:
-        sets = Communicators(
-            lambda: all_engines.slots, engine.log_dir, fleet.unresponsive_s, spec.sender_gpu
-        )
-        return Relays(updates, sets, sets.launch, listener, settings)
-    server = serve_here(fleet.unresponsive_s)
-    launch = functools.partial(start_relay, address=server.address)
-    return Relays(updates, server, launch, listener, settings)
+    context = AgentContext(
+        log_dir=engine.log_dir,
+        limit_s=fleet.unresponsive_s,
+        sender_gpu=spec.sender_gpu,
+        engine_at=engine_at,
+    )
+    source = agent_source(engine.carrier.agents, context)
+    return WeightAgents(all_engines.updates, source, listener, settings)

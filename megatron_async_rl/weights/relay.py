@@ -95,12 +95,12 @@ class WeightAgent:
 
     def _bucket(self, version: int, number: int, ref: BucketRef, digests: Mapping[str, str]) -> int:
         """Return the number of bytes received until the bucket was intact."""
-        for asked_before in (False, True):
+        for repeated in (False, True):
             self._receive(version, number, ref)
             # The digests come from the trainer's memory through Ray, not from the server.
             wrong = damaged_tensor(self._writer, ref, digests)
             if wrong is None:
-                return ref.size * (1 + asked_before)
+                return ref.size * (1 + repeated)
             log.warning(
                 "bucket %d of version %d arrived damaged: tensor %s", number, version, wrong
             )

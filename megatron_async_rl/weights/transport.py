@@ -4,7 +4,9 @@ and an engine's workers read them from there.
     every rank: staging.py --> bucket   BucketRef (small, picklable)   bucket --> engine
 
 A carrier is one file, `weights/<name>.py`, which assigns its class to `CARRIER`, and one line of
-`config.weights.CARRIERS`: its name and its capabilities. No other code tests for its name.
+`config.weights.CARRIERS`: its name and its capabilities. No other code tests for its name. The
+capabilities name the agents that copy versions to other machines: those of an existing carrier, or
+another file (`agents.py`).
 
 Invariants:
 - a `BucketRef` describes the content of its bucket until the ranks write the bucket again, which
@@ -20,13 +22,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import ModuleType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from megatron_async_rl.weights.digest import matrix_shape, tensor_digest
-from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
+from megatron_async_rl.weights.manifest import BucketRef, TensorEntry, WeightUpdate
 
 ALIGNMENT = 64
 """Alignment in bytes. Every tensor starts on a cache line, so it can be viewed as any dtype."""
@@ -126,6 +128,17 @@ class Carrier(ABC):
 
     @abstractmethod
     def reader(self) -> TransportReader: ...
+
+
+class VersionReceiver(Protocol):
+    """A worker's end of a carrier that sends every version to each engine: the class `Receiver` of
+    the carrier's file, constructed with the worker's number in the engine and its device."""
+
+    def receive(self, update: WeightUpdate) -> None:
+        """Begin to receive a version, and return."""
+
+    def close(self) -> None:
+        """Free the memory."""
 
 
 def carrier(name: str) -> Carrier:

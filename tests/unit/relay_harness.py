@@ -1,18 +1,18 @@
-"""Relays without Ray or sockets: agents that are coroutines, and engines that only have weights."""
+"""Weight agents without Ray or sockets: coroutines, and engines that only have weights."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_async_rl.flow.agents import RelaySpec
-from megatron_async_rl.flow.distribution import Relays, RelaySettings
+from megatron_async_rl.flow.distribution import AgentSettings, WeightAgents
 from megatron_async_rl.flow.updates import WeightUpdates
 from megatron_async_rl.rollout.spec import HERE
+from megatron_async_rl.weights.agents import AgentContext, AgentSource, AgentSpec
 from megatron_async_rl.weights.manifest import BucketRef, Manifest, StagedCopy
-from megatron_async_rl.weights.relay_server import RelayServer
 
 
 def manifest(version: int, where: str = HERE) -> Manifest:
@@ -47,11 +47,11 @@ def copied(manifest: Manifest, nbytes: int = 8, seconds: float = 0.5) -> StagedC
 
 
 @dataclass(eq=False)
-class FakeRelay:
+class FakeAgent:
     """`gate`: closed, nothing arrives. `failure`: what the next fetch raises. `deaf`: no answer.
     `death`: why it has ended."""
 
-    spec: RelaySpec
+    spec: AgentSpec
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     failure: Exception | None = None
     deaf: bool = False
@@ -85,14 +85,38 @@ class FakeRelay:
         self.killed = True
 
 
-class RelayHarness:
-    """`held_up`: relays start with their gate closed. `broken`: what starts raise, in order."""
+@dataclass
+class RecordedSource(AgentSource):
+    """Records its calls. `start`: starts an agent."""
+
+    start: Callable[[AgentSpec], Awaitable[FakeAgent]]
+    calls: list[tuple[object, ...]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, context: AgentContext) -> RecordedSource:
+        raise NotImplementedError
+
+    async def launch(self, spec: AgentSpec) -> FakeAgent:
+        return await self.start(spec)
+
+    def stage(self, version: int, manifest: Manifest) -> None:
+        self.calls.append(("stage", version, manifest))
+
+    def release(self, version: int) -> None:
+        self.calls.append(("release", version))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+class AgentHarness:
+    """`held_up`: agents start with their gate closed. `broken`: what starts raise, in order."""
 
     def __init__(self, engines: list[Reader], **settings: float) -> None:
         self.engines = engines
         self.updates = WeightUpdates(lambda: self.engines, max_paused=1.0)
-        self.server = RelayServer("127.0.0.1")
-        self.started: list[FakeRelay] = []
+        self.source = RecordedSource(self.launch)
+        self.started: list[FakeAgent] = []
         self.broken: list[Exception] = []
         self.held_up = False
         self.notes: list[str] = []
@@ -101,14 +125,14 @@ class RelayHarness:
         limits = dict.fromkeys(("unresponsive_s", "send_timeout_s", "start_timeout_s"), 600.0)
         usual = {"restarts_per_hour": 3, "at_once": math.inf, "with_engines": False}
         own = {**limits, **usual, **settings}
-        spec = RelaySettings(log_dir=Path("logs"), **own)  # type: ignore[arg-type]
-        self.relays = Relays(self.updates, self.server, self.launch, self, spec)
+        spec = AgentSettings(log_dir=Path("logs"), transport="relay", **own)  # type: ignore[arg-type]
+        self.agents = WeightAgents(self.updates, self.source, self, spec)
 
-    async def launch(self, spec: RelaySpec) -> FakeRelay:
+    async def launch(self, spec: AgentSpec) -> FakeAgent:
         await asyncio.sleep(0)
         if self.broken:
             raise self.broken.pop(0)
-        self.started.append(FakeRelay(spec))
+        self.started.append(FakeAgent(spec))
         if not self.held_up:
             self.started[-1].gate.set()
         return self.started[-1]

@@ -8,6 +8,7 @@ import asyncio
 import os
 import sys
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +17,18 @@ import pytest
 
 from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
-from megatron_async_rl.flow import agents, batches, rank0
-from megatron_async_rl.flow.agents import Communicators, EngineCommunicator, RelaySpec, start_relay
+from megatron_async_rl.flow import batches, rank0
 from megatron_async_rl.flow.controller_spec import DataState
 from megatron_async_rl.rollout import cluster, engine_process
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.engine_process import EngineStartError, RemoteEngine, start_engine
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.watchdog.watch import DeadlineExceeded, ProcessDied
+from megatron_async_rl.weights import collective_agents, relay_agents
+from megatron_async_rl.weights.agents import AgentContext, AgentSpec, ReceivingEngine
+from megatron_async_rl.weights.collective_agents import Communicators, EngineCommunicator
 from megatron_async_rl.weights.manifest import WeightUpdate
+from megatron_async_rl.weights.relay_agents import RelaySource, start_agent
 from megatron_async_rl.weights.relay_server import RelayFailed
 
 
@@ -91,19 +95,19 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     async def answer_of(call: Any) -> Any:
         return await call
 
-    for module in (agents, engine_process):
+    for module in (relay_agents, collective_agents, engine_process):
         monkeypatch.setattr(module, "answer_of", answer_of)
     return fake
 
 
-SPEC = RelaySpec(index=3, machine="node-b", log_dir=Path("/logs"))
+SPEC = AgentSpec(index=3, machine="node-b", log_dir=Path("/logs"), transport="relay")
 
 
 def test_an_agent_starts_on_its_machine_and_passes_calls_on(ray: FakeRay) -> None:
     ray.results = {"where": "host-b", "fetch": "copy"}
 
     async def run() -> None:
-        relay = await start_relay(SPEC, ("10.0.0.1", 5))  # type: ignore[arg-type]
+        relay = await start_agent(SPEC, ("10.0.0.1", 5))  # type: ignore[arg-type]
         assert relay.where == "host-b"
         assert await relay.fetch(4, "manifest") == "copy"  # type: ignore[arg-type,comparison-overlap]
         await relay.alive()
@@ -114,7 +118,7 @@ def test_an_agent_starts_on_its_machine_and_passes_calls_on(ray: FakeRay) -> Non
     strategy = {"scheduling_strategy": ("on", "node-b", False)}
     options = {"num_cpus": 0, "max_restarts": 0, **strategy}
     assert ray.calls == [
-        (agents.RelayActor, options, (SPEC, ("10.0.0.1", 5))),
+        (relay_agents.RelayActor, options, (SPEC, ("10.0.0.1", 5))),
         *(("where",), ("fetch", 4, "manifest"), ("alive",), ("close",), "kill"),
     ]
     assert SPEC.name == "relay-3"
@@ -125,20 +129,46 @@ def test_an_agent_that_does_not_start_leaves_nothing(ray: FakeRay) -> None:
         ray.calls.clear()
         ray.results = {"where": error}
         with pytest.raises(type(error)):
-            asyncio.run(start_relay(SPEC, ("h", 5)))  # type: ignore[arg-type]
+            asyncio.run(start_agent(SPEC, ("h", 5)))  # type: ignore[arg-type]
         assert ray.calls[1:] == [("where",), "kill"]
 
 
 def test_a_server_listens_at_rays_address(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "RelayServer", lambda *given: given)
-    assert agents.serve_here(7.5) == ("10.0.0.1", 7.5)
+    monkeypatch.setattr(relay_agents, "RelayServer", lambda *given: given)
+    assert relay_agents.serve_here(7.5) == ("10.0.0.1", 7.5)
 
     def fails(*_: Any) -> None:
         raise OSError("in use")
 
-    monkeypatch.setattr(agents, "RelayServer", fails)
+    monkeypatch.setattr(relay_agents, "RelayServer", fails)
     with pytest.raises(RelayFailed, match=r"cannot listen at 10\.0\.0\.1, .* machine: in use; "):
-        agents.serve_here(7.5)
+        relay_agents.serve_here(7.5)
+
+
+def test_a_relay_serves_what_is_staged_to_the_agents_it_starts(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    class Server:
+        address = ("10.0.0.1", 5)
+
+        def __init__(self, *given: Any) -> None:
+            calls.append(given)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given: calls.append((name, *given))
+
+    monkeypatch.setattr(relay_agents, "RelayServer", Server)
+    ray.results = {"where": "host-b"}
+    context = AgentContext(log_dir=Path("/logs"), limit_s=7.5, sender_gpu=None, engine_at={}.get)
+    source = RelaySource.of(context)
+    agent = asyncio.run(source.launch(SPEC))
+    source.stage(3, "manifest")  # type: ignore[arg-type]
+    source.release(3)
+    source.close()
+    assert calls == [("10.0.0.1", 7.5), ("stage", 3, "manifest"), ("release", 3), ("close",)]
+    assert (agent.where, ray.calls[0][2]) == ("host-b", (SPEC, ("10.0.0.1", 5)))
 
 
 class FakeEngine:
@@ -150,17 +180,15 @@ class FakeEngine:
 
 
 def communicators(ray: FakeRay, gpu: str | None = None) -> Communicators:
-    engine = FakeEngine(ray.calls)
-    slots: Any = [
-        SimpleNamespace(machine="other", engine=None, name="engine-0"),
-        SimpleNamespace(
-            machine="node-b",
-            engine=engine,
-            name="engine-1",
-            spec=SimpleNamespace(rollout=SimpleNamespace(workers=2)),
-        ),
-    ]
-    return Communicators(lambda: slots, Path("/logs"), 5.0, gpu)
+    engine = ReceivingEngine("engine-1", 2, FakeEngine(ray.calls).receive)
+    return Communicators.of(
+        AgentContext(
+            log_dir=Path("/logs"),
+            limit_s=5.0,
+            sender_gpu=gpu,
+            engine_at={"node-b": engine}.get,
+        )
+    )
 
 
 def test_one_sender_opens_a_communicator_to_each_engine(ray: FakeRay) -> None:
@@ -177,7 +205,7 @@ def test_one_sender_opens_a_communicator_to_each_engine(ray: FakeRay) -> None:
             "scheduling_strategy": ("on", "here", False),
         }
         given = ("10.0.0.1", Path("/logs"), 5.0, "2")
-        started = [(agents.SenderActor, options, given), ("alive",)]
+        started = [(collective_agents.SenderActor, options, given), ("alive",)]
         assert ray.calls == [*started, ("open", 2)]
         ray.calls.clear()
         for version, kept in ((4, None), (5, 4)):
@@ -218,7 +246,7 @@ def test_a_sender_that_does_not_answer_is_replaced(ray: FakeRay) -> None:
         sender._results = {"alive": ProcessDied("died")}
         assert await every._running_sender() is not sender
         assert [one if isinstance(one, str) else one[0] for one in ray.calls] == [
-            *("alive", "kill", agents.SenderActor, "alive")
+            *("alive", "kill", collective_agents.SenderActor, "alive")
         ]
         # A sender that does not start is killed, and the next call starts another.
         every.close()
@@ -234,9 +262,8 @@ def test_a_sender_that_does_not_answer_is_replaced(ray: FakeRay) -> None:
 def test_a_communicator_needs_its_engine_and_leaves_no_port_open(ray: FakeRay) -> None:
     async def run() -> None:
         every = communicators(ray)
-        for machine in ("other", "nowhere"):
-            with pytest.raises(RuntimeError, match="its engine no longer exists"):
-                await every.launch(RelaySpec(index=0, machine=machine, log_dir=Path()))
+        with pytest.raises(RuntimeError, match="its engine no longer exists"):
+            await every.launch(replace(SPEC, machine="nowhere"))
         opening = asyncio.get_running_loop().create_future()
         ray.results["open"] = opening
         launch = asyncio.ensure_future(every.launch(SPEC))
@@ -256,7 +283,7 @@ def test_a_communicator_needs_its_engine_and_leaves_no_port_open(ray: FakeRay) -
         cancelled = asyncio.get_running_loop().create_future()
         cancelled.cancel()
         for one in (failed, cancelled):
-            agents._close(every._sender, one)
+            collective_agents._close(every._sender, one)
         assert ray.calls == [("close", "meeting")]
 
     asyncio.run(run())
@@ -616,9 +643,9 @@ def test_an_agents_calls_run_in_threads_and_return_its_answers() -> None:
         def __getattr__(self, name: str) -> Any:
             return lambda *given: calls.append((name, *given)) or f"{name}ed"
 
-    relay: Any = agents.RelayActor.__new__(agents.RelayActor)
+    relay: Any = relay_agents.RelayActor.__new__(relay_agents.RelayActor)
     relay._agent = Tool()
-    sender: Any = agents.SenderActor.__new__(agents.SenderActor)
+    sender: Any = collective_agents.SenderActor.__new__(collective_agents.SenderActor)
     sender._sender = Tool()
 
     async def body() -> list[Any]:

@@ -2,25 +2,26 @@
 and at most one line elsewhere, and are then usable from a configuration."""
 
 import importlib
+import json
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from megatron_async_rl.config import weights
+import megatron_async_rl
 from megatron_async_rl.config.controls import ControlSettings
 from megatron_async_rl.config.keys import method_name, models_in
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import built_in_names, method_of
-from megatron_async_rl.config.weights import CarrierCapabilities, WeightsConfig
 from megatron_async_rl.controls.decision import build_controls
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.policy import families
@@ -28,8 +29,6 @@ from megatron_async_rl.policy.bridge import PolicyBridge
 from megatron_async_rl.policy.families import unsupported
 from megatron_async_rl.rollout import environments
 from megatron_async_rl.samples.types import Prompt
-from megatron_async_rl.weights.shared_memory import SharedMemory
-from megatron_async_rl.weights.transport import carrier
 from tests.gradients import gradient, step
 from tests.method_settings import models
 from tests.token_batches import decided, part_of
@@ -128,57 +127,34 @@ CARRIER = Pigeon
 """
 
 
-@dataclass(frozen=True)
-class Addition:
-    """A file of the package, and the line that names it elsewhere: an entry of a table, which is
-    the constant of a module."""
-
-    package: str
-    name: str
-    text: str
-    table: str = ""
-    constant: str = ""
-    entry: Any = None
-
-    @property
-    def lines_elsewhere(self) -> int:
-        return self.entry is not None
-
-
 ADDITIONS = {
-    "control": Addition("controls", "slower", CONTROL),
-    "loss": Addition("objectives.losses", "scaled", LOSS),
-    "environment": Addition(
-        "rollout.environments.built_in",
-        "echo",
-        ENVIRONMENT,
-    ),
-    "carrier": Addition(
-        "weights",
-        "pigeon",
-        CARRIER,
-        table="config.weights",
-        constant="CARRIERS",
-        entry=CarrierCapabilities(other_machines=True),
-    ),
-    "family": Addition("policy.families", "helium", FAMILY),
+    "controls/slower.py": CONTROL,
+    "objectives/losses/scaled.py": LOSS,
+    "rollout/environments/built_in/echo.py": ENVIRONMENT,
+    "weights/pigeon.py": CARRIER,
+    "policy/families/helium.py": FAMILY,
 }
+"""Files of the package -> their text."""
+LINE = '    "pigeon": CarrierCapabilities(agents="relay_agents"),\n'
+"""The only line elsewhere: the carrier's name and capabilities in config/weights.py."""
+BEFORE = '    "cuda_ipc": Carrier'
+PACKAGE = Path(megatron_async_rl.__file__).parent
 
 
 @pytest.fixture
 def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The package with one more file in each of these folders."""
-    for one in ADDITIONS.values():
-        package = importlib.import_module(f"megatron_async_rl.{one.package}")
-        folder = tmp_path / one.package
+    modules = {}
+    for file, text in ADDITIONS.items():
+        parent, name = (f"megatron_async_rl/{file}".replace("/", ".")[:-3]).rsplit(".", 1)
+        package = importlib.import_module(parent)
+        modules[f"{parent}.{name}"] = package
+        folder = tmp_path / parent
         folder.mkdir()
-        (folder / f"{one.name}.py").write_text(one.text)
+        (folder / f"{name}.py").write_text(text)
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
         # Undone with the test, and with it the attribute of the parent package.
-        monkeypatch.setattr(package, one.name, None, raising=False)
-        if one.entry is not None:
-            tables = importlib.import_module(f"megatron_async_rl.{one.table}")
-            monkeypatch.setitem(getattr(tables, one.constant), one.name, one.entry)
+        monkeypatch.setattr(package, name, None, raising=False)
     importlib.invalidate_caches()
     # Tables of files that are made at import.
     environment = "megatron_async_rl.rollout.environments.built_in.echo:ENVIRONMENT"
@@ -186,17 +162,113 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     found = families.found_families()
     monkeypatch.setattr(families, "FAMILIES", found)
     yield
-    for one in ADDITIONS.values():
-        sys.modules.pop(f"megatron_async_rl.{one.package}.{one.name}", None)
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+USE = """
+import asyncio
+import json
+from pathlib import Path
+
+import torch
+
+import megatron_async_rl
+from megatron_async_rl.config.controls import ControlSettings
+from megatron_async_rl.config.losses import LossSettings
+from megatron_async_rl.config.settings_model import built_in_names
+from megatron_async_rl.config.weights import WeightsConfig
+from megatron_async_rl.policy.families import FAMILIES
+from megatron_async_rl.rollout.environments import BUILT_IN
+from megatron_async_rl.weights.agents import AgentSpec
+from megatron_async_rl.weights.manifest import BucketRef, Manifest
+from megatron_async_rl.weights.relay_agents import RelayActor
+from megatron_async_rl.weights.relay_server import RelayServer
+from megatron_async_rl.weights.staging import Staging
+from megatron_async_rl.weights.transport import ShardSlice, TensorSpec, carrier
+
+weights = WeightsConfig(transport="pigeon")
+memory = carrier("pigeon")
+tensor = torch.arange(6.0).reshape(2, 3)
+staging = Staging(memory)
+part = ShardSlice.whole("w", tensor)
+manifest = staging.stage(1, [[TensorSpec.of("w", tensor)]], [part])
+server = RelayServer("127.0.0.1")
+server.stage(1, manifest)
+spec = AgentSpec(index=0, machine="there", log_dir=Path("."), transport="pigeon")
+agent = RelayActor(spec, server.address)
+copy = asyncio.run(agent.fetch(1, manifest))
+(bucket,) = copy.manifest.buckets
+((name, arrived),) = memory.reader().read(bucket)
+used = {
+    "package": str(Path(megatron_async_rl.__file__).parent),
+    "moved": [name, arrived.tolist()],
+    "memory": [type(one).__name__ for one in (memory, agent._agent._slots[0]._carrier)],
+    "names": [
+        one in names
+        for one, names in (
+            ("slower", built_in_names(ControlSettings)),
+            ("scaled", built_in_names(LossSettings)),
+            ("echo", BUILT_IN),
+            ("helium", FAMILIES),
+        )
+    ],
+    "other_machines": weights.carrier.other_machines,
+}
+asyncio.run(agent.close())
+staging.close()
+server.close()
+Path("used.json").write_text(json.dumps(used))
+"""
+
+
+def contents(folder: Path) -> dict[str, list[str]]:
+    """Return the lines of every Python file in `folder`."""
+    return {
+        str(file.relative_to(folder)): file.read_text(encoding="utf-8").splitlines()
+        for file in folder.rglob("*.py")
+    }
+
+
+def test_each_kind_takes_one_file_and_at_most_one_line(tmp_path: Path) -> None:
+    copy = tmp_path / PACKAGE.name
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, text in ADDITIONS.items():
+        (copy / file).write_text(text)
+    weights_file = copy / "config" / "weights.py"
+    source = weights_file.read_text(encoding="utf-8")
+    assert source.count(BEFORE) == 1
+    weights_file.write_text(source.replace(BEFORE, LINE + BEFORE))
+
+    before, after = contents(PACKAGE), contents(copy)
+    assert {file for file in after if file not in before} == set(ADDITIONS)
+    changed = [file for file in before if after[file] != before[file]]
+    assert changed == ["config/weights.py"]
+    (file,) = changed
+    assert len(after[file]) == len(before[file]) + 1
+
+    done = subprocess.run(
+        [sys.executable, "-c", USE],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    log = tmp_path / "relay-0.log"
+    output = done.stdout + done.stderr + (log.read_text() if log.exists() else "")
+    assert done.returncode == 0, output
+    used = json.loads((tmp_path / "used.json").read_text())
+    assert used == {
+        "package": str(copy),
+        "moved": ["w", [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]],
+        "memory": ["Pigeon", "Pigeon"],
+        "names": [True, True, True, True],
+        "other_machines": True,
+    }
 
 
 def config(**sections: Any) -> Config:
     return validated({**config_tree(), **sections})
-
-
-def test_each_kind_takes_one_file_and_at_most_one_line() -> None:
-    assert all(one.lines_elsewhere <= 1 for one in ADDITIONS.values())
-    assert sum(one.lines_elsewhere for one in ADDITIONS.values()) == 1
 
 
 @pytest.mark.usefixtures("added")
@@ -239,38 +311,6 @@ def test_an_environment_of_one_file_answers() -> None:
     environment.reset(Prompt(id="p", text="", token_ids=(1,)))
     assert environments.checked_step(environment.step("hello"))["observation"] == "hello"
     assert environment.step("bye").done
-
-
-def test_the_files_of_a_folder_are_the_built_in_environments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "built_in").mkdir()
-    (tmp_path / "built_in" / "echo.py").write_text(ENVIRONMENT)
-    again = ModuleType("environments_again")
-    again.__path__ = [str(tmp_path)]
-    monkeypatch.setitem(sys.modules, again.__name__, again)
-    source = Path(environments.__file__).read_text(encoding="utf-8")
-    exec(compile(source, "environments.py", "exec"), vars(again))
-    assert again.BUILT_IN == {"echo": "environments_again.built_in.echo:ENVIRONMENT"}
-
-
-@pytest.mark.usefixtures("added")
-def test_a_carrier_of_one_file_and_one_line_is_chosen_by_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert isinstance(carrier("pigeon"), SharedMemory)
-    # The choices of the key are made at import, so the module runs again with one more line.
-    source = Path(weights.__file__).read_text(encoding="utf-8")
-    line = '    "pigeon": CarrierCapabilities(other_machines=True),\n'
-    longer = source.replace('    "cuda_ipc": Carrier', f'{line}    "cuda_ipc": Carrier')
-    assert len(longer.splitlines()) == len(source.splitlines()) + 1
-    module = ModuleType("megatron_async_rl.config.weights_and_pigeon")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(longer, "weights.py", "exec"), vars(module))
-    chosen = module.WeightsConfig.model_validate({"transport": "pigeon"})
-    assert chosen.carrier.other_machines
-    with pytest.raises(ValidationError, match="transport"):
-        WeightsConfig.model_validate({"transport": "pigeon"})
 
 
 @pytest.mark.usefixtures("added")

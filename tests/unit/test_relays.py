@@ -17,21 +17,23 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async_rl.flow import agents, distribution, engine_task
-from megatron_async_rl.flow.agents import Communicators, RelaySpec
+from megatron_async_rl.flow import distribution, engine_task
 from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.updates import Relayed, Staged, VersionCopies
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.watchdog.watch import ProcessDied
+from megatron_async_rl.weights.agents import AgentContext, AgentSpec, ReceivingEngine
 from megatron_async_rl.weights.collective import Sender
+from megatron_async_rl.weights.collective_agents import Communicators
 from megatron_async_rl.weights.manifest import Meeting, WeightUpdate
+from megatron_async_rl.weights.relay_agents import start_agent
 from megatron_async_rl.weights.relay_server import RelayFailed
 from tests.cases import looped
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, specs
 from tests.unit.fleet_harness import FleetHarness
 from tests.unit.flow_setup import run, until
-from tests.unit.relay_harness import Reader, RelayHarness, copied, manifest
+from tests.unit.relay_harness import AgentHarness, Reader, copied, manifest
 
 THERE, FURTHER = "there", "further"
 
@@ -44,13 +46,13 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def relayed(*engines: Reader, **settings: float) -> AsyncIterator[RelayHarness]:
-    harness = RelayHarness(list(engines), **settings)
+async def relayed(*engines: Reader, **settings: float) -> AsyncIterator[AgentHarness]:
+    harness = AgentHarness(list(engines), **settings)
     try:
         yield harness
         assert harness.errors == []
     finally:
-        await harness.relays.close(5.0)
+        await harness.agents.close(5.0)
 
 
 def test_an_engine_loads_its_own_machines_copy() -> None:
@@ -355,7 +357,7 @@ def test_agents_end_with_the_run() -> None:
     async def body() -> None:
         async with relayed(Reader(0, THERE)) as harness:
             await until(lambda: harness.started)
-            tasks = [harness.relays._task, *harness.relays._tasks.values()]
+            tasks = [harness.agents._task, *harness.agents._tasks.values()]
         assert harness.started[0].closed
         assert harness.started[0].killed
         assert all(task.cancelled() for task in tasks)
@@ -374,48 +376,34 @@ def test_an_agent_that_does_not_stop_in_time_is_killed() -> None:
             finally:
                 ended.append("cancelled")
 
-        harness = RelayHarness([Reader(0, THERE)])
+        harness = AgentHarness([Reader(0, THERE)])
         await until(lambda: harness.started)
         harness.started[0].close = close  # type: ignore[method-assign]
-        harness.relays._source = source = Source()  # type: ignore[assignment]
         began = asyncio.get_running_loop().time()
-        await harness.relays.close(4.0)
+        await harness.agents.close(4.0)
         assert asyncio.get_running_loop().time() - began == pytest.approx(4.0)
         assert ended == ["cancelled"]
         assert harness.started[0].killed
-        assert source.calls == [("close",)]
-        assert not harness.relays._running
-        harness.server.close()
+        assert harness.source.calls == [("close",)]
+        assert not harness.agents._running
 
     run(body)
 
 
-class Source:
-    """Source of versions that records its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *given: self.calls.append((name, *given))
-
-
 def test_versions_are_announced_to_the_source_and_an_internal_error_ends_the_run() -> None:
     async def body() -> None:
-        harness = RelayHarness([Reader(0, THERE)])
-        harness.relays._source = source = Source()  # type: ignore[assignment]
+        harness = AgentHarness([Reader(0, THERE)])
 
         async def broken(*_: object) -> None:
             raise RuntimeError("broken")
 
-        harness.relays._keep = broken  # type: ignore[method-assign]
-        harness.relays.stage(3, manifest(3))
-        harness.relays.release(3)
-        assert source.calls == [("stage", 3, manifest(3)), ("release", 3)]
+        harness.agents._keep = broken  # type: ignore[method-assign]
+        harness.agents.stage(3, manifest(3))
+        harness.agents.release(3)
+        assert harness.source.calls == [("stage", 3, manifest(3)), ("release", 3)]
         await until(lambda: harness.errors)
         assert str(harness.errors[0]) == "broken"
-        await harness.relays.close(5.0)
-        harness.server.close()
+        await harness.agents.close(5.0)
 
     run(body)
 
@@ -425,44 +413,42 @@ def test_a_carrier_to_other_memory_has_agents_with_the_runs_limits(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    server = SimpleNamespace(address="its address")
+    monkeypatch.setattr(distribution, "WeightAgents", lambda *given: made.append(given) or "agents")
     monkeypatch.setattr(
-        distribution, "serve_here", lambda silence_s: made.append(silence_s) or server
+        distribution, "agent_source", lambda *given: made.append(given) or "the source"
     )
-    monkeypatch.setattr(distribution, "Relays", lambda *given: made.append(given) or "relays")
-    monkeypatch.setattr(distribution, "Communicators", lambda *given: made.append(given) or sets)
-    sets = SimpleNamespace(launch="launch a set")
     (engine,) = specs(1)
-    fleet: Any = SimpleNamespace(updates="updates", slots=["slot"])
+    slot = EngineSlot(engine)
+    fleet: Any = SimpleNamespace(updates="updates", slots=[slot])
     spec: Any = SimpleNamespace(
         engines=[replace(engine, transport=transport)],
         fleet=FleetSettings(unresponsive_s=5.0, update_timeout_s=6.0, restarts_per_hour=7),
         start_timeout_s=8.0,
         sender_gpu="2",
     )
-    found: Any = distribution.relays_of(spec, fleet, "listener")  # type: ignore[arg-type]
+    found: Any = distribution.weight_agents(spec, fleet, "listener")  # type: ignore[arg-type]
     if transport == "shared_memory":
-        assert isinstance(found, distribution.NoRelays)
-        assert made == []
+        assert (found, made) == (None, [])
         return
-    assert found == "relays"
+    assert found == "agents"
     limits = {"unresponsive_s": 5.0, "send_timeout_s": 6.0, "start_timeout_s": 8.0}
-    settings = distribution.RelaySettings(
+    settings = distribution.AgentSettings(
         log_dir=Path("logs"),
+        transport=transport,
         restarts_per_hour=7,
         **limits,
         at_once=1 if transport == "collective" else math.inf,
         with_engines=transport == "collective",
     )
-    first, (updates, source, launch, listener, given) = made
-    assert (updates, listener, given) == ("updates", "listener", settings)
-    if transport == "collective":
-        slots, *others = first
-        assert slots() == ["slot"]
-        assert (others, source, launch) == ([Path("logs"), 5.0, "2"], sets, "launch a set")
-    else:
-        assert (first, source) == (5.0, server)
-        assert (launch.func, launch.keywords) == (agents.start_relay, {"address": "its address"})
+    (module, context), given = made
+    assert given == ("updates", "the source", "listener", settings)
+    assert module == f"{transport}_agents"
+    assert (context.log_dir, context.limit_s, context.sender_gpu) == (Path("logs"), 5.0, "2")
+    assert context.engine_at(slot.machine) is None, "its engine has not started"
+    slot.engine = SimpleNamespace(machine=slot.machine, receive="receive")  # type: ignore[assignment]
+    receiving = ReceivingEngine(slot.name, engine.rollout.workers, "receive")  # type: ignore[arg-type]
+    assert context.engine_at(slot.machine) == receiving
+    assert context.engine_at("nowhere") is None
 
 
 def test_weights_that_are_wrong_are_sent_nowhere() -> None:
@@ -505,7 +491,7 @@ def test_sets_are_sent_to_one_after_another_and_each_in_its_turn() -> None:
     run(body)
 
 
-def asked(harness: RelayHarness) -> list[int]:
+def asked(harness: AgentHarness) -> list[int]:
     """Relays that were asked for a version."""
     return [index for index, relay in enumerate(harness.started) if relay.asked]
 
@@ -549,7 +535,7 @@ def test_a_set_that_failed_is_not_made_anew_for_an_engine_that_left() -> None:
             harness.on_machine_lost = leave  # type: ignore[method-assign]
             harness.started[0].failure = RuntimeError("its worker has died")
             harness.stage(1)
-            await until(lambda: harness.relays._tasks == {})
+            await until(lambda: harness.agents._tasks == {})
             assert len(harness.started) == 1
             (note,) = harness.notes
             assert "copies weights to engine-0, is lost; restart 1 of 3" in note
@@ -578,9 +564,23 @@ def test_a_set_ends_with_its_engine_and_the_one_in_its_place_has_nothing_yet() -
             harness.updates.forget(engine.index)
             await until(lambda: harness.started[1].killed)
             assert harness.updates.copies.newest("engine-0@b") is None
-            assert harness.relays._tasks == {}
+            assert harness.agents._tasks == {}
 
     run(body)
+
+
+def context_of(engines: dict[str, Any], limit_s: float = 60.0) -> AgentContext:
+    """`engines`: machine -> what makes an engine's workers wait for a version."""
+
+    def engine_at(machine: str) -> ReceivingEngine | None:
+        receive = engines.get(machine)
+        return None if receive is None else ReceivingEngine(machine, 1, receive)
+
+    return AgentContext(log_dir=Path("logs"), limit_s=limit_s, sender_gpu=None, engine_at=engine_at)
+
+
+def spec_of(index: int, machine: str) -> AgentSpec:
+    return AgentSpec(index=index, machine=machine, log_dir=Path("logs"), transport="relay")
 
 
 class FakeSender:
@@ -625,12 +625,10 @@ def test_an_engine_awaits_what_the_sender_sends_and_a_lost_sender_is_replaced(
         log.append(f"receive {update.version}, keep {update.kept}")
 
     async def body() -> None:
-        (spec,) = specs(1)
-        slot = EngineSlot(spec)
-        slot.engine = SimpleNamespace(machine="engine-0@a", receive=receive)  # type: ignore[assignment]
-        sets = Communicators(lambda: [slot], Path("logs"), 0.05, None)
+        engines = {"engine-0@a": receive}
+        sets = Communicators.of(context_of(engines, 0.05))
         monkeypatch.setattr(sets, "_start", start)
-        where = RelaySpec(index=0, machine="engine-0@a", log_dir=Path("logs"))
+        where = spec_of(0, "engine-0@a")
         relay = await sets.launch(where)
         for version in (1, 2):
             assert (await relay.fetch(version, manifest(version))).manifest == manifest(version)
@@ -642,7 +640,7 @@ def test_an_engine_awaits_what_the_sender_sends_and_a_lost_sender_is_replaced(
         senders[1].deaf = True
         await sets.launch(where)
         assert (len(senders), killed) == (3, senders[:2])
-        slot.engine = None
+        engines.clear()
         with pytest.raises(RuntimeError, match="its engine no longer exists"):
             await sets.launch(where)
 
@@ -657,10 +655,8 @@ def test_a_sender_that_starts_for_longer_than_an_answer_may_take_serves_all_engi
     monkeypatch.setattr("ray.kill", killed.append)
 
     async def body() -> None:
-        slots = [EngineSlot(spec) for spec in specs(2)]
-        for slot in slots:
-            slot.engine = SimpleNamespace(machine=f"{slot.name}@a")  # type: ignore[assignment]
-        sets = Communicators(lambda: slots, Path("logs"), 0.05, None)
+        machines = ["engine-0@a", "engine-1@a"]
+        sets = Communicators.of(context_of(dict.fromkeys(machines, "receive"), 0.05))
         ready = asyncio.Event()
         senders: list[FakeSender] = []
 
@@ -670,12 +666,7 @@ def test_a_sender_that_starts_for_longer_than_an_answer_may_take_serves_all_engi
             return senders[-1]
 
         monkeypatch.setattr(sets, "_start", start)
-        launches = [
-            asyncio.create_task(
-                sets.launch(RelaySpec(index=0, machine=slot.machine, log_dir=Path("logs")))
-            )
-            for slot in slots
-        ]
+        launches = [asyncio.create_task(sets.launch(spec_of(0, machine))) for machine in machines]
         await asyncio.sleep(1.0)
         ready.set()
         await asyncio.gather(*launches)
@@ -683,9 +674,7 @@ def test_a_sender_that_starts_for_longer_than_an_answer_may_take_serves_all_engi
 
         sets.close()
         ready.clear()
-        start_cancelled = asyncio.create_task(
-            sets.launch(RelaySpec(index=0, machine=slots[0].machine, log_dir=Path("logs")))
-        )
+        start_cancelled = asyncio.create_task(sets.launch(spec_of(0, machines[0])))
         await asyncio.sleep(0.01)
         start_cancelled.cancel()
         await asyncio.wait([start_cancelled])
@@ -719,12 +708,10 @@ def test_a_start_that_is_cancelled_leaves_no_port_in_use(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:
-        (spec,), sender = specs(1), OpenSender()
-        slot = EngineSlot(spec)
-        slot.engine = SimpleNamespace(machine="engine-0@a")  # type: ignore[assignment]
-        sets = Communicators(lambda: [slot], Path("logs"), 60.0, None)
+        sender = OpenSender()
+        sets = Communicators.of(context_of({"engine-0@a": "receive"}))
         monkeypatch.setattr(sets, "_start", lambda: sender)
-        where = RelaySpec(index=0, machine="engine-0@a", log_dir=Path("logs"))
+        where = spec_of(0, "engine-0@a")
         start = asyncio.create_task(sets.launch(where))
         await asyncio.sleep(0.01)
         if when == "as it is open":
@@ -813,8 +800,8 @@ def test_an_agent_starts_on_its_machine_and_nowhere_else(
     ray = Agents()
     for name in ("remote", "kill"):
         monkeypatch.setattr(f"ray.{name}", getattr(ray, name))
-    spec, address = RelaySpec(index=3, machine="aa" * 28, log_dir=tmp_path), ("10.0.0.1", 4000)
-    relay: Any = asyncio.run(agents.start_relay(spec, address))
+    spec, address = spec_of(3, "aa" * 28), ("10.0.0.1", 4000)
+    relay: Any = asyncio.run(start_agent(spec, address))
     assert relay.where == "its machine"
     assert relay.actor.made_of == (("aa" * 28, False), spec, address)
     assert ray.killed == []
@@ -828,9 +815,5 @@ def test_an_agent_that_does_not_start_is_killed(
     for name in ("remote", "kill"):
         monkeypatch.setattr(f"ray.{name}", getattr(ray, name))
     with pytest.raises(type(failure)):
-        asyncio.run(
-            agents.start_relay(
-                RelaySpec(index=3, machine="aa" * 28, log_dir=tmp_path), ("10.0.0.1", 4000)
-            )
-        )
+        asyncio.run(start_agent(spec_of(3, "aa" * 28), ("10.0.0.1", 4000)))
     assert len(ray.killed) == 1

@@ -210,7 +210,7 @@ def second_carrier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
     module.CARRIER = SecondCarrier  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(CARRIERS, "second_carrier", CarrierCapabilities(other_machines=True))
+    monkeypatch.setitem(CARRIERS, "second_carrier", CarrierCapabilities(agents="relay_agents"))
     return "second_carrier"
 
 

@@ -494,7 +494,7 @@ def test_a_worker_accepts_a_version_before_it_changes_a_weight(
         calls.append((rank, device))
         return Steps(calls, "receiver")
 
-    monkeypatch.setattr(receive, "Receiver", made)
+    worker.weight_transfer_engine.new_receiver = made
     for version in (1, 2):
         receive.WeightLoadingWorker.receive_version(worker, pickle.dumps(version))
     device = torch.device("cpu")
@@ -514,6 +514,9 @@ def test_a_receiver_starts_at_the_version_of_the_model(monkeypatch: pytest.Monke
     one.init_transfer_engine(receive.FirstVersion(version=9, transport="shared_memory"))
     assert calls == [receive.SHARED_MEMORY, "shared_memory"]
     assert (one._version, one._reader) == (9, "reader")
+    module = SimpleNamespace(Receiver=lambda *given: given)
+    monkeypatch.setattr(receive, "carrier_module", {"shared_memory": module}.get)
+    assert one.new_receiver(1, torch.device("cpu")) == (1, torch.device("cpu"))
 
 
 class FakeLayer(torch.nn.Module):

@@ -30,9 +30,13 @@ from megatron_async_rl.rollout.vllm.cpu_worker import complete_cpu_worker, retur
 from megatron_async_rl.rollout.vllm.loaded import Loaded, LoadWatch
 from megatron_async_rl.rollout.vllm.reload import loaded_parameters, reload_of
 from megatron_async_rl.watchdog.run_folder import SHARED_MEMORY, remove_stale
-from megatron_async_rl.weights.collective import Receiver
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
-from megatron_async_rl.weights.transport import TransportReader, carrier
+from megatron_async_rl.weights.transport import (
+    TransportReader,
+    VersionReceiver,
+    carrier,
+    carrier_module,
+)
 
 
 @dataclass
@@ -100,9 +104,9 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         """Parameters that this update loaded, by the names of the model."""
         self._incomplete: list[str] = []
         """Weights that the last update loaded only in part."""
-        self._version = -1
+        self._version, self._transport = -1, ""
         self._reader: TransportReader | None = None
-        self.receiver: Receiver | None = None
+        self.receiver: VersionReceiver | None = None
         """Receiver of versions in the background, for a carrier that sends to each engine."""
         self._paths: set[str] = set()
         self._paths_before: set[str] = set()
@@ -113,7 +117,13 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         # removes them.
         remove_stale(SHARED_MEMORY)
         self._version = init_info.version
+        self._transport = init_info.transport
         self._reader = carrier(init_info.transport).reader()
+
+    def new_receiver(self, worker: int, device: torch.device) -> VersionReceiver:
+        """Return the receiver of the run's carrier for this worker."""
+        receiver: VersionReceiver = carrier_module(self._transport).Receiver(worker, device)
+        return receiver
 
     def accept(self, version: int) -> None:
         """Record `version`. Raises ValueError unless it is newer than the engine's version."""
@@ -206,7 +216,7 @@ class WeightLoadingWorker:
         """Start receiving a version in the background. `update`: a pickled WeightUpdate."""
         engine = self.weight_transfer_engine
         if engine.receiver is None:
-            engine.receiver = Receiver(self.rank, self.device)
+            engine.receiver = engine.new_receiver(self.rank, self.device)
         engine.receiver.receive(pickle.loads(update))
 
     def load_weight_bucket(
