@@ -68,9 +68,9 @@ class ReceivingEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentContext:
-    """Properties of a run for the source of its agents. `limit_s`: longest wait for a member or a byte.
-    `sender_gpu`: rank 0's GPU; None without one. `engine_at`: the engine with this own memory
-    (`machine` of an AgentSpec); None if it no longer exists."""
+    """Properties of a run for the source of its agents. `limit_s`: longest wait for a member or a
+    byte. `sender_gpu`: rank 0's GPU; None without one. `engine_at`: the engine with this own
+    memory (`machine` of an AgentSpec); None if it no longer exists."""
 
     log_dir: Path
     limit_s: float
