@@ -23,8 +23,8 @@ from megatron_async_rl.flow.errors import (
 )
 from megatron_async_rl.flow.evaluation import pass_at_k
 from megatron_async_rl.flow.scheduler import Scheduler
-from megatron_async_rl.samples import history, segments
 from megatron_async_rl.samples import recorded as recorded_module
+from megatron_async_rl.samples import segments
 from megatron_async_rl.samples.frames import (
     FrameWriter,
     SegmentBroken,
@@ -36,6 +36,7 @@ from megatron_async_rl.samples.rank_batch import routed_experts_of
 from megatron_async_rl.samples.recorded import NotRecorded, RecordedBatches
 from megatron_async_rl.samples.segments import gaps_in, read_batches
 from megatron_async_rl.samples.types import PartialResponse, Prompt
+from tests import sample_history
 from tests.logged_samples import logged_run
 
 
@@ -157,7 +158,7 @@ def test_experts_of_different_models_are_refused() -> None:
 def test_steps_without_their_rows_are_faults_unless_the_log_was_cut() -> None:
     def faults(consumed: dict[int, int], trained: Any, **how: bool) -> list[str]:
         counted = {step: Counter(samples) for step, samples in trained.items()}
-        return history._steps(consumed, counted, **{"replay": False, "whole": True, **how})
+        return sample_history._steps(consumed, counted, **{"replay": False, "whole": True, **how})
 
     assert faults({1: 1, 2: 1}, {1: {1: 2, 2: 2}}) == []
     assert faults({1: 1, 2: 1}, {1: {1: 2, 2: 3}}) == [

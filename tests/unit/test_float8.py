@@ -11,11 +11,12 @@ import torch
 from torch.nn import functional as F
 
 from megatron_async_rl.config.policy import RECIPES
-from megatron_async_rl.controls.quantize import dequantize, quantize
+from megatron_async_rl.controls.quantize import dequantize
 from tests.cases import looped
 from tests.float8 import blockwise, restored, tensorwise
 from tests.gpu import test_fp8
 from tests.gpu.fp8_emulation import ROUNDINGS
+from tests.quantized import quantize
 from tests.tiny_models import save_tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
