@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 from megatron_async_rl.config.settings_model import Strict, bare_name
 
 # This file has only the settings; flow/scheduler.py applies the rules.
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
+UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class OldestFirst(Strict):
@@ -50,7 +50,7 @@ class Replay(Strict):
     """
 
     name: Literal["replay"] = "replay"
-    recent: Share = 0.5
+    recent: UnitInterval = 0.5
     """Probability m that a step trains on the groups that finished since the previous step, instead
     of stored ones."""
     inverse_temperature: NonNegativeFloat = 1.0
