@@ -35,7 +35,6 @@ from megatron_async_rl.data import (
     tokenizer_of,
 )
 from megatron_async_rl.data.canaries import canary_prompts
-from megatron_async_rl.flow.colocated import BufferRequest
 from megatron_async_rl.flow.controller import NAME, STOP_ENGINES_S, Controller
 from megatron_async_rl.flow.controller_spec import (
     ControllerSpec,
@@ -45,6 +44,7 @@ from megatron_async_rl.flow.controller_spec import (
 )
 from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, read_held_out
 from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.flow.ipc_buckets import BufferRequest
 from megatron_async_rl.flow.router import capacity_of
 from megatron_async_rl.rollout.cluster import (
     join_ray,

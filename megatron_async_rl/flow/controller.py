@@ -44,7 +44,6 @@ from megatron_async_rl.flow.buffer import (
     read_buffer,
     train_batch,
 )
-from megatron_async_rl.flow.colocated import BufferRequest
 from megatron_async_rl.flow.controller_spec import (
     ControllerSpec,
     DataState,
@@ -63,6 +62,7 @@ from megatron_async_rl.flow.errors import (
 )
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
 from megatron_async_rl.flow.fleet import Fleet
+from megatron_async_rl.flow.ipc_buckets import BufferRequest
 from megatron_async_rl.flow.router import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler

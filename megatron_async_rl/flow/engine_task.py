@@ -14,7 +14,7 @@ Invariants:
 - restarts follow each other after a growing, random delay, at most `restarts_per_hour` within an
   hour; after that the engine is dead;
 - the first start of a configured engine must succeed: it shows that the settings work;
-- a sleeping engine loads a version step by step, in the order of `colocated.py`;
+- a sleeping engine loads a version step by step, in the order of `device_phases.py`;
 - weights that differ from the trainer's end the run.
 """
 
@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
-from megatron_async_rl.flow.colocated import DevicePhases, Phase
+from megatron_async_rl.flow.device_phases import DevicePhases, Phase
 from megatron_async_rl.flow.updates import Staged, WeightUpdates
 from megatron_async_rl.rollout.engine_process import Engine, EngineStartError
 from megatron_async_rl.rollout.spec import HERE, EngineSpec

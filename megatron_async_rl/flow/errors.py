@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.flow.colocated import Phase
+from megatron_async_rl.flow.device_phases import Phase
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.watchdog.host_memory import MemoryKind
@@ -37,7 +37,7 @@ class EngineFailed(FlowError):
 
 class EngineMemoryOut(EngineFailed):
     """No engine is left, because memory of a device or a host ran out. `phase`: the device phase in
-    which it ran out (colocated.py)."""
+    which it ran out (device_phases.py)."""
 
     # Memory is the cause itself; the waits of other processes explain nothing.
     timed_out = False

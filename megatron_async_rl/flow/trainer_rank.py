@@ -24,9 +24,10 @@ import torch
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.buffer import BUFFER_FILE
-from megatron_async_rl.flow.colocated import BufferRequest, DevicePhases
+from megatron_async_rl.flow.device_phases import DevicePhases
 from megatron_async_rl.flow.errors import WeightsChanged
 from megatron_async_rl.flow.evaluation import EvalSchedule, LossResult
+from megatron_async_rl.flow.ipc_buckets import BufferRequest
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
 from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, RECORD_FILE
 from megatron_async_rl.policy.device import arithmetic_of

@@ -30,8 +30,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from megatron_async_rl.flow.colocated import BufferRequest, IpcBucketQueue
 from megatron_async_rl.flow.errors import FlowError
+from megatron_async_rl.flow.ipc_buckets import BufferRequest, IpcBucketQueue
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.weights.manifest import BucketRef, Manifest, StagedCopy
 
@@ -195,7 +195,7 @@ class WeightUpdates:
         self._ipc_buckets = (
             IpcBucketQueue(version, len(manifest.buckets)) if manifest.on_demand else None
         )
-        # Staging is the policy's last step on the devices (colocated.py).
+        # Staging is the policy's last step on the devices (device_phases.py).
         self._policy_has_devices = False
         self._changed.fire()
 

@@ -2,8 +2,8 @@
 phase, and with /dev/shm; and changes of the config that lower the need, also for a run whose memory
 ran out.
 
-The phases are those of flow/colocated.py. If engines have their own GPUs, the peak of a rank is in
-`train`, and an engine has only its share.
+The phases are those of flow/device_phases.py. If engines have their own GPUs, the peak of a rank
+is in `train`, and an engine has only its share.
 
 Invariants:
 - a plan is refused only if it needs more than the available memory; within the error of the
@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.flow.colocated import Phase
+from megatron_async_rl.flow.device_phases import Phase
 from megatron_async_rl.plan.layout import (
     Device,
     device_of,

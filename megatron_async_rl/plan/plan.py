@@ -14,7 +14,7 @@ from megatron_async_rl.config.problem import Problem, UserError, number_of
 from megatron_async_rl.config.rollout_rules import length_warnings, sampling_warnings
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.weights import DEFAULT_CARRIER
-from megatron_async_rl.flow.colocated import Phase
+from megatron_async_rl.flow.device_phases import Phase
 from megatron_async_rl.plan.estimate import Estimate, estimate
 from megatron_async_rl.plan.fit import (
     GpuNeed,

@@ -49,7 +49,7 @@ class EngineStartError(RuntimeError):
     out_of_memory: MemoryKind | None = None
     """Kind of memory that ran out; None if another reason ended the start."""
     phase: Literal["generate"] = "generate"
-    """Device phase whose memory a starting engine needs (flow/colocated.py)."""
+    """Device phase whose memory a starting engine needs (flow/device_phases.py)."""
 
 
 class Engine(Protocol):

@@ -12,7 +12,7 @@ same buckets again. On a CPU the memory is a file in /dev/shm; everything else i
 
 Invariants:
 - of the two places on a device one is read while the other is filled; the controller decides which
-  (flow/colocated.py), and a place is filled only while no engine reads it;
+  (flow/ipc_buckets.py), and a place is filled only while no engine reads it;
 - every device of the ranks has the whole bucket, so an engine needs no access to another device;
 - digests are computed from the ranks' parameters, before a bucket is filled;
 - places are released when no engine is loading. A worker unmaps them after its last bucket; a

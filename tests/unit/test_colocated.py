@@ -18,15 +18,10 @@ import torch
 from megatron_async_rl.config.load import load
 from megatron_async_rl.flow import engine_task
 from megatron_async_rl.flow.batches import RolloutBatches
-from megatron_async_rl.flow.colocated import (
-    PHASES,
-    TO,
-    BufferRequest,
-    DevicePhases,
-    PhaseOrderError,
-)
 from megatron_async_rl.flow.controller import Controller
+from megatron_async_rl.flow.device_phases import PHASES, TO, DevicePhases, PhaseOrderError
 from megatron_async_rl.flow.errors import EngineMemoryOut, FlowError
+from megatron_async_rl.flow.ipc_buckets import BufferRequest
 from megatron_async_rl.flow.trainer_rank import TrainerRank
 from megatron_async_rl.metrics.timeline import read_timeline
 from megatron_async_rl.plan.fit import memory_ran_out

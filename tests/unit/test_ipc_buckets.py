@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_async_rl.flow import engine_task
-from megatron_async_rl.flow.colocated import BufferRequest, IpcBucketQueue
 from megatron_async_rl.flow.controller import Controller
+from megatron_async_rl.flow.ipc_buckets import BufferRequest, IpcBucketQueue
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest, WeightMismatch
 from tests.unit.fake_engine import FakeEngine, FakeLaunch
 from tests.unit.flow_setup import controller_of, flow, holds, run, until

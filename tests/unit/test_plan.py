@@ -27,7 +27,7 @@ from megatron_async_rl import cli
 from megatron_async_rl.config.engine_options import cpu_head_sizes
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import ConfigError, Problem, number_of
-from megatron_async_rl.flow.colocated import PHASES
+from megatron_async_rl.flow.device_phases import PHASES
 from megatron_async_rl.plan import fit, totals
 from megatron_async_rl.plan.fit import ipc_bucket_bytes, twin_bytes
 from megatron_async_rl.plan.host import engines_on

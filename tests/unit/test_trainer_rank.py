@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron_async_rl.flow import trainer_rank
-from megatron_async_rl.flow.colocated import BufferRequest, DevicePhases
+from megatron_async_rl.flow.device_phases import DevicePhases
 from megatron_async_rl.flow.errors import WeightsChanged
 from megatron_async_rl.flow.evaluation import EvalSchedule, LossResult
+from megatron_async_rl.flow.ipc_buckets import BufferRequest
 from megatron_async_rl.flow.trainer_rank import TrainerRank, expected_digest, weights_form
 from megatron_async_rl.weights.version_digest import version_digest
 
