@@ -158,7 +158,13 @@ def head(arguments: argparse.Namespace) -> None:
     agent = ray.remote(num_cpus=0)(PullingAgent).options(scheduling_strategy=strategy).remote()
     assert ray.get(agent.where.remote()) == there
     server = serve_here(60.0)
-    spec = AgentSpec(index=0, machine=there, log_dir=Path(arguments.folder), transport="relay")
+    spec = AgentSpec(
+        index=0,
+        machine=there,
+        log_dir=Path(arguments.folder),
+        transport="relay",
+        silence_s=60.0,
+    )
     loop = asyncio.new_event_loop()
     relay = loop.run_until_complete(start_agent(spec, server.address))
 

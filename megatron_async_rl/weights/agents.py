@@ -36,7 +36,7 @@ class AgentSpec:
     machine: str
     log_dir: Path
     transport: str
-    silence_s: float = 60.0
+    silence_s: float
 
     @property
     def name(self) -> str:

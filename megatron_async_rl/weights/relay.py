@@ -50,7 +50,7 @@ class WeightAgent:
     """
 
     def __init__(
-        self, address: Address, carrier: Carrier | None = None, *, silence_s: float = 60.0
+        self, address: Address, carrier: Carrier | None = None, *, silence_s: float
     ) -> None:
         carrier = carrier or CARRIER()
         self._address = address

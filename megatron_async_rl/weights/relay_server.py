@@ -69,7 +69,7 @@ class RelayServer:
     Raises OSError if `host` is not an address of this machine.
     """
 
-    def __init__(self, host: str, silence_s: float = 60.0) -> None:
+    def __init__(self, host: str, silence_s: float) -> None:
         self._staged: dict[int, Sequence[BucketRef]] = {}
         self._server = _RelayTcpServer(host, self, silence_s)
         self.address = Address(

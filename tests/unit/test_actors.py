@@ -100,7 +100,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return fake
 
 
-SPEC = AgentSpec(index=3, machine="node-b", log_dir=Path("/logs"), transport="relay")
+SPEC = AgentSpec(index=3, machine="node-b", log_dir=Path("/logs"), transport="relay", silence_s=5.0)
 
 
 def test_an_agent_starts_on_its_machine_and_passes_calls_on(ray: FakeRay) -> None:

@@ -193,9 +193,11 @@ tensor = torch.arange(6.0).reshape(2, 3)
 staging = Staging(memory)
 part = ShardSlice.whole("w", tensor)
 manifest = staging.stage(1, [[TensorSpec.of("w", tensor)]], [part])
-server = RelayServer("127.0.0.1")
+server = RelayServer("127.0.0.1", 60.0)
 server.stage(1, manifest)
-spec = AgentSpec(index=0, machine="there", log_dir=Path("."), transport="pigeon")
+spec = AgentSpec(
+    index=0, machine="there", log_dir=Path("."), transport="pigeon", silence_s=60.0
+)
 agent = RelayActor(spec, server.address)
 copy = asyncio.run(agent.fetch(1, manifest))
 (bucket,) = copy.manifest.buckets

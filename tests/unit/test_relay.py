@@ -408,7 +408,7 @@ def test_a_bucket_of_another_size_is_refused_on_both_sides(
 ) -> None:
     path = tmp_path / "bucket"
     path.write_bytes(bytes(10))
-    server = RelayServer("127.0.0.1")
+    server = RelayServer("127.0.0.1", PATIENT_S)
     try:
         ref = BucketRef(path=str(path), size=12, nbytes=12, entries=())
         server.stage(3, Manifest(buckets=(ref,), digests={}))

@@ -580,7 +580,9 @@ def context_of(engines: dict[str, Any], limit_s: float = 60.0) -> AgentContext:
 
 
 def spec_of(index: int, machine: str) -> AgentSpec:
-    return AgentSpec(index=index, machine=machine, log_dir=Path("logs"), transport="relay")
+    return AgentSpec(
+        index=index, machine=machine, log_dir=Path("logs"), transport="relay", silence_s=60.0
+    )
 
 
 class FakeSender:
