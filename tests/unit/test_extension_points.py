@@ -176,7 +176,7 @@ import torch
 import megatron_async_rl
 from megatron_async_rl.config.controls import ControlSettings
 from megatron_async_rl.config.losses import LossSettings
-from megatron_async_rl.config.settings_model import built_in_names
+from megatron_async_rl.config.settings_model import plug_in_class
 from megatron_async_rl.config.weights import WeightsConfig
 from megatron_async_rl.policy.families import FAMILIES
 from megatron_async_rl.rollout.environments import BUILT_IN
@@ -206,15 +206,11 @@ used = {
     "package": str(Path(megatron_async_rl.__file__).parent),
     "moved": [name, arrived.tolist()],
     "memory": [type(one).__name__ for one in (memory, agent._agent._slots[0]._carrier)],
-    "names": [
-        one in names
-        for one, names in (
-            ("slower", built_in_names(ControlSettings)),
-            ("scaled", built_in_names(LossSettings)),
-            ("echo", BUILT_IN),
-            ("helium", FAMILIES),
-        )
+    "methods": [
+        plug_in_class("slower", ControlSettings).__name__,
+        plug_in_class("scaled", LossSettings).__name__,
     ],
+    "names": ["echo" in BUILT_IN, "helium" in FAMILIES],
     "other_machines": weights.carrier.other_machines,
 }
 asyncio.run(agent.close())
@@ -266,7 +262,8 @@ def test_each_kind_takes_one_file_and_at_most_one_line(tmp_path: Path) -> None:
         "package": str(copy),
         "moved": ["w", [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]],
         "memory": ["Pigeon", "Pigeon"],
-        "names": [True, True, True, True],
+        "methods": ["SlowerSettings", "Scaled"],
+        "names": [True, True],
         "other_machines": True,
     }
 
