@@ -100,7 +100,7 @@ class Engines:
                 seed=11,
                 device="cpu",
                 log_dir=root / "logs",
-                transport="shared_memory",
+                transport="collective",  # reads the memory of this machine, too
             )
             for index, of_engine in enumerate(settings)
         ]
