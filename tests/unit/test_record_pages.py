@@ -10,13 +10,13 @@ import pyarrow as pa
 from megatron_async_rl.controls import alignment, decision, gac
 from megatron_async_rl.flow import (
     buffer,
-    colocated,
     controller_spec,
     distribution,
     engine_task,
     errors,
     fleet,
     group_table,
+    ipc_buckets,
     starts,
     summary,
     updates,
@@ -27,14 +27,25 @@ from megatron_async_rl.samples import columns, frames, rank_batch, rows, segment
 from megatron_async_rl.watchdog import logs, progress_monitor, stall, watch
 from megatron_async_rl.watchdog.limited_server import LimitedThreads
 from megatron_async_rl.watchdog.watch import KilledForMemory, ProcessDied
-from megatron_async_rl.weights import digest, manifest, relay_server, staging, transport
+from megatron_async_rl.weights import agents, digest, manifest, relay_server, staging, transport
 from tests.stored_pages import require_page
 
 MODULES = (
-    *(alignment, decision, gac, buffer, colocated, controller_spec, distribution, engine_task),
-    *(errors, fleet, group_table, starts, summary, updates, addresses, batch, objective, columns),
+    *(alignment, decision, gac, buffer, controller_spec, distribution, engine_task, errors),
+    *(
+        fleet,
+        group_table,
+        ipc_buckets,
+        starts,
+        summary,
+        updates,
+        addresses,
+        batch,
+        objective,
+        columns,
+    ),
     *(frames, rank_batch, rows, segments, types, logs, progress_monitor, stall, watch, digest),
-    *(manifest, relay_server, staging, transport),
+    *(agents, manifest, relay_server, staging, transport),
 )
 TABLES: dict[str, pa.Schema] = {
     "NUMERIC": columns.NUMERIC,
