@@ -1,4 +1,4 @@
-"""The figure and the table of docs/real_stability.md from the CSV of the grid smollm2.yaml, so that
+"""The figure and the tables of docs/real_stability.md from the CSV of the grid smollm2.yaml, so that
 no number in them is written by hand.
 
     python results.py collect smollm2.yaml --out results/smollm2
@@ -23,6 +23,7 @@ RESULTS = HERE / "results" / "smollm2"
 PAGE = HERE.parents[1] / "docs" / "real_stability.md"
 FIGURE = "real_stability.svg"
 BEGIN = "<!-- from results/smollm2: python examples/stability/smollm2.py -->"
+BEGIN_SEEDS = "<!-- seeds, from results/smollm2: python examples/stability/smollm2.py -->"
 END = "<!-- end -->"
 NAMES = {
     "none": "no correction",
@@ -33,6 +34,8 @@ NAMES = {
     "tis_displacement": "TIS with `displacement`",
 }
 SYNCHRONOUS, OLD = "s0", "s16"
+EARLY = 24
+"""Last evaluation that every run of several seeds has, those that were cut short too."""
 
 
 def table(rows: Sequence[Row], curves: Sequence[Row]) -> str:
@@ -63,6 +66,32 @@ def table(rows: Sequence[Row], curves: Sequence[Row]) -> str:
             + " | ".join(f"{value:.2g}" for value in signs)
             + " |"
         )
+    return "\n".join(lines)
+
+
+def seeds_table(rows: Sequence[Row], curves: Sequence[Row]) -> str:
+    """Return a Markdown table with a row for each rate and method at lag 16 that has several seeds
+    at the evaluation EARLY, and the values of the seeds in their order."""
+    lines = [
+        "| rate | method | right answers | cosine | divergence |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    at = {point["run"]: point for point in curves if int(point["step"]) == EARLY}
+    for rate in sorted({float(row["lr"]) for row in rows}):
+        for method, name in NAMES.items():
+            cell = sorted(
+                (row["seed"], row["run"])
+                for row in rows
+                if (row["lag"], float(row["lr"]), row["method"]) == (OLD, rate, method)
+                and row["run"] in at
+            )
+            if len(cell) < 2:
+                continue
+            columns = (
+                ", ".join(f"{float(at[run][key]):.2f}" for _, run in cell)
+                for key in ("accuracy", "cosine", "kl")
+            )
+            lines.append(f"| {rate:g} | {name} | " + " | ".join(columns) + " |")
     return "\n".join(lines)
 
 
@@ -112,10 +141,15 @@ def _line(
 
 
 def filled(page: str, rows: Sequence[Row], curves: Sequence[Row]) -> str:
-    """Return the page with its table replaced."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table(rows, curves)}\n{END}{after}"
+    """Return the page with its tables replaced."""
+    for begin, lines in (
+        (BEGIN, table(rows, curves)),
+        (BEGIN_SEEDS, seeds_table(rows, curves)),
+    ):
+        before, rest = page.split(begin)
+        _, after = rest.split(END, 1)
+        page = f"{before}{begin}\n{lines}\n{END}{after}"
+    return page
 
 
 def main() -> None:
