@@ -1,5 +1,5 @@
-"""The figure and the tables of docs/real_stability.md from the CSV of the grid smollm2.yaml, so that
-no number in them is written by hand.
+"""The figure and the tables of docs/real_stability.md from the CSV of the grid smollm2.yaml, so
+that no number in them is written by hand.
 
     python results.py collect smollm2.yaml --out results/smollm2
     python smollm2.py
