@@ -9,8 +9,9 @@ Rules:
   MAX_TYPE_IMPORTS imports of types alone;
 - only config/rules.py makes a Config, so that no configuration passes unchecked;
 - only rollout/vllm/ imports vLLM, so that another version of vLLM concerns one folder;
-- only the table of carriers and a carrier's own file have its name as a string, and no file tests
-  for a carrier's class: all other code tests for capabilities;
+- only the table of carriers and a carrier's own file have its name as a string, only weights/
+  imports a carrier's file, and no file tests for a carrier's class: all other code tests for
+  capabilities;
 - Markdown has at most MAX_COLUMNS columns, except for tables, code and links.
 
 The list of exceptions, LONG_PAGES, only shrinks: an entry without a violation is an error, too.
@@ -264,6 +265,23 @@ def named_carriers(path: str, tree: ast.Module, carriers: set[str]) -> Iterator[
                 yield node.lineno, f"{name!r}: test for a capability of {CARRIERS}"
 
 
+def carrier_imports(path: str, tree: ast.Module, carriers: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and name of each carrier whose file a module outside weights/ imports."""
+    if path.startswith(f"{PACKAGE}/weights/"):
+        return
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str() as module, names=aliases):
+                imported = [module, *(f"{module}.{alias.name}" for alias in aliases)]
+            case ast.Import(names=aliases):
+                imported = [alias.name for alias in aliases]
+            case _:
+                continue
+        for name in carriers:
+            if f"{PACKAGE}.weights.{name}" in imported:
+                yield node.lineno, name
+
+
 def carrier_types(tree: ast.Module, carriers: set[str]) -> Iterator[int]:
     """Line of each `isinstance` that tests for a class of a carrier's file."""
     modules = {f"{PACKAGE}.weights.{name}" for name in carriers}
@@ -343,6 +361,11 @@ def check(root: Path = ROOT) -> list[str]:
             f"{path}:{line}: test for a capability, not for a class of a carrier"
             for path, tree in trees.items()
             for line in carrier_types(tree, names_of_carriers)
+        ]
+        found += [
+            f"{path}:{line}: only weights/ imports the carrier {name}"
+            for path, tree in trees.items()
+            for line, name in carrier_imports(path, tree, names_of_carriers)
         ]
     found += repeated_names(trees)
     if cycle := import_cycle(trees):

@@ -254,7 +254,7 @@ def test_each_kind_takes_one_file_and_at_most_one_line(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    log = tmp_path / "relay-0.log"
+    log = tmp_path / "pigeon-0.log"
     output = done.stdout + done.stderr + (log.read_text() if log.exists() else "")
     assert done.returncode == 0, output
     used = json.loads((tmp_path / "used.json").read_text())

@@ -213,6 +213,21 @@ def test_a_test_for_the_class_of_a_carrier_is_rejected(style: Any) -> None:
     assert [*style.carrier_types(ast.parse(source), {"mail"})] == []
 
 
+def test_the_file_of_a_carrier_is_imported_in_weights_only(style: Any) -> None:
+    source = (
+        "import megatron_async_rl.weights.mail\n"
+        "from megatron_async_rl.weights import agents, mail\n"
+        "from megatron_async_rl.weights.mail import Letter\n"
+        "from megatron_async_rl.weights.agents import Agent\n"
+    )
+
+    def found(path: str) -> list[tuple[int, str]]:
+        return [*style.carrier_imports(path, ast.parse(source), {"mail", "tree"})]
+
+    assert found("megatron_async_rl/flow/updates.py") == [(1, "mail"), (2, "mail"), (3, "mail")]
+    assert found("megatron_async_rl/weights/transport.py") == []
+
+
 def test_a_wide_line_of_a_page_is_rejected_except_in_tables_code_and_links(style: Any) -> None:
     wide = "word " * 21
     page = f"{wide}\n| {wide} |\n[{wide}](x.md)\n```\n{wide}\n```\n"
