@@ -28,9 +28,9 @@ from megatron_async_rl.weights.manifest import Manifest, StagedCopy, WeightUpdat
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSpec:
-    """Settings of one agent. `machine`: id of its Ray node, or an engine's own memory. `transport`: the
-    carrier's name. `index` is unique in the run. `silence_s`: longest time without a byte. The log
-    is `<transport>-<index>.log` in `log_dir`."""
+    """Settings of one agent. `machine`: id of its Ray node, or an engine's own memory. `index` is
+    unique in the run. `transport`: the carrier's name. `silence_s`: longest time without a byte.
+    The log is `<transport>-<index>.log` in `log_dir`."""
 
     index: int
     machine: str
