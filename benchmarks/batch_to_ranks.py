@@ -59,7 +59,7 @@ def batch_of_size(samples: int, tokens: int) -> TrainBatch:
 def layout_of(rank: int, ranks: int, tensor: int) -> Any:
     """The part of a Layout that the way of a batch reads."""
     size = min(tensor, ranks)
-    own = SimpleNamespace(
+    own: Any = SimpleNamespace(
         rank=rank,
         world_size=ranks,
         tp_size=size,

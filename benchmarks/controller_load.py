@@ -162,7 +162,7 @@ def flow_of(in_flight: int, arguments: argparse.Namespace) -> FlowConfig:
 
 
 def capacity_of(in_flight: int, arguments: argparse.Namespace) -> int:
-    return arguments.capacity or -(-2 * in_flight * GROUP // arguments.engines)
+    return int(arguments.capacity) or -(-2 * in_flight * GROUP // arguments.engines)
 
 
 def spec_of(in_flight: int, arguments: argparse.Namespace) -> ControllerSpec:

@@ -117,7 +117,7 @@ def peak_gflops(model: Path, dtype: str, rows: int = 1024, seconds: float = 2.0)
     while time.perf_counter() - start < seconds:
         a @ b
         count += 1
-    return 2 * rows * h * f * count / (time.perf_counter() - start) / 1e9
+    return float(2 * rows * h * f * count / (time.perf_counter() - start) / 1e9)
 
 
 def parameters_of(model: Path) -> int:

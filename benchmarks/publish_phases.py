@@ -116,6 +116,7 @@ class TimedEngine(RolloutEngine):
         await self._rpc(read_as, args=(transport,))
 
     async def take_times(self) -> dict[str, float]:
+        worker: dict[str, float]
         (worker,) = await self._rpc(worker_times)
         return taken() | worker
 

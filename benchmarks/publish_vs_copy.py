@@ -128,7 +128,7 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
 
 
 def _median_ms(published: list[Any], name: str) -> float:
-    return round(1e3 * statistics.median(getattr(one, name) for one in published), 2)
+    return float(round(1e3 * statistics.median(getattr(one, name) for one in published), 2))
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def spec(model: Path, dtype: str, logs: Path) -> Any:
     return EngineSpec(
         index=0,
         model_path=model,
-        dtype=dtype,
+        dtype=dtype,  # type: ignore[arg-type]
         rollout=RolloutConfig(
             sampling=SamplingConfig(max_tokens=16),
             reward=RewardConfig(name="arithmetic"),

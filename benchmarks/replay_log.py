@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -74,11 +75,11 @@ def write(run_dir: Path, lengths: list[int]) -> None:
     assert not (run_dir / "events.jsonl").exists(), (run_dir / "events.jsonl").read_text()
 
 
-def _samples(seed: int) -> tuple[list[object], list[int]]:
+def _samples(seed: int) -> tuple[list[Any], list[int]]:
     from megatron_async_rl.samples.types import Prompt, Sample
 
     draw = np.random.default_rng(seed)
-    samples: list[object] = []
+    samples: list[Any] = []
     groups = []
     for group in range(GROUPS):
         ids = tuple(draw.integers(1, 30_000, TOKENS).tolist())

@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = 5
@@ -58,17 +59,18 @@ def main() -> None:
         )
         wall_s = time.monotonic() - began
         of_run, here = steps_of(run_dir), steps_of(run_dir / "replays" / "1")
-        own = fastest(here, "train_s", "publish_s")
-        result = {
+        own, replayed = fastest(here, "train_s", "publish_s"), fastest(here, "step_s")
+        trained = fastest(of_run, "train_s", "publish_s")
+        result: dict[str, Any] = {
             "cores": os.cpu_count(),
             "result": done.stdout.splitlines()[-1],
-            "run_train_s": fastest(of_run, "train_s", "publish_s"),
+            "run_train_s": trained,
             "run_step_s": fastest(of_run, "step_s"),
-            "replay_step_s": fastest(here, "step_s"),
+            "replay_step_s": replayed,
             "replay_wall_s": wall_s,
+            "against_run": trained / replayed,
+            "own_share": own / replayed,
         }
-        result["against_run"] = result["run_train_s"] / result["replay_step_s"]
-        result["own_share"] = own / result["replay_step_s"]
         rounded = {
             name: float(f"{one:.3g}") if isinstance(one, float) else one
             for name, one in result.items()

@@ -80,7 +80,9 @@ async def measure(args: argparse.Namespace, logs: Path) -> dict[str, float]:
         transport="shared_memory",
     )
     tokenizer = load_tokenizer(args.model)
-    sampling = {None: sampling_parameters(spec.rollout.sampling, tokenizer.eos_ids)}
+    sampling: dict[str | None, Any] = {
+        None: sampling_parameters(spec.rollout.sampling, tokenizer.eos_ids)
+    }
     vllm: Any = AnswersAtOnce()
     responses = Responses(vllm, spec, sampling, tokenizer, Scorer(spec.rollout.reward), BusyClock())
     prompt = Prompt(id="p", text="", token_ids=tuple(range(1, 12)), fields={"answer": "46"})

@@ -46,13 +46,18 @@ class Lag0Differences:
 
 
 class Lag0Table(StepTable):
-    """Step table that also adds up the differences at lag 0, [S, 2, DEPTHS] float64."""
+    """Step table that also adds up the differences at lag 0, [S, 2, depths] float64."""
 
     def __init__(self, samples: RankBatch, device: torch.device) -> None:
         super().__init__(len(samples), device)
         self._samples = samples
         self._prompts = torch.from_numpy(samples.prompt_lengths).to(device)
-        self._by_depth = torch.zeros((len(samples), 2, DEPTHS), dtype=torch.float64, device=device)
+        # Lengths of all samples of the batch, so every rank has the same number.
+        longest = int((samples.prompt_lengths + samples.lengths).max(initial=1))
+        self._depths = min(DEPTHS, longest.bit_length())
+        """Number of depth buckets that the batch may have."""
+        shape = len(samples), 2, self._depths
+        self._by_depth = torch.zeros(shape, dtype=torch.float64, device=device)
         self._completed: NDArray[np.float64] | None = None
         """`_by_depth` of all ranks, on the host."""
 
@@ -69,8 +74,8 @@ class Lag0Table(StepTable):
         difference = (tokens.logp - tokens.logp_behavior).double().abs()
         # Depths rise along a sequence, so each cell (sequence, bucket) is a run of tokens. Sums of
         # runs have a fixed order, and bisection finds them without a copy to the host.
-        cell = tokens.sequence * DEPTHS + self._bucket(micro_batch, tokens)
-        cells = torch.arange(tokens.sequences * DEPTHS + 1, device=cell.device)
+        cell = tokens.sequence * self._depths + self._bucket(micro_batch, tokens)
+        cells = torch.arange(tokens.sequences * self._depths + 1, device=cell.device)
         offsets = torch.searchsorted(cell, cells)
         sums = [
             torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True)
@@ -79,7 +84,7 @@ class Lag0Table(StepTable):
         ]
         # Assigned, as in the table: a second pass over the same samples replaces the first.
         self._by_depth[micro_batch.batch_samples] = torch.stack(
-            [each.view(tokens.sequences, DEPTHS) for each in sums], dim=1
+            [each.view(tokens.sequences, self._depths) for each in sums], dim=1
         )
 
     def _bucket(self, micro_batch: MicroBatch, tokens: TokenBatch) -> Tensor:
@@ -90,7 +95,7 @@ class Lag0Table(StepTable):
         prompts = self._prompts[micro_batch.batch_samples]
         depth = token + (prompts - first)[tokens.sequence]
         # A prompt has at least one token, so the depth is at least 1.
-        return depth.double().log2().floor().long().clamp(0, DEPTHS - 1)
+        return depth.double().log2().floor().long().clamp(0, self._depths - 1)
 
     def insert(self, rows: NDArray[np.int64], part: Lag0Table, divisor: int) -> None:
         """Set the rows of the samples of `part`, a table that is not complete, whose losses were
@@ -99,7 +104,8 @@ class Lag0Table(StepTable):
         values = part.values.clone()
         values[:, DIVIDED] /= divisor
         self.values[on_device] = values
-        self._by_depth[on_device] = part._by_depth
+        # A part has at most as many buckets as the whole batch.
+        self._by_depth[on_device, :, : part._depths] = part._by_depth
 
     def complete(self, group: Any) -> NDArray[np.float64]:
         # Together with the table: a step has one such collective, and one copy to the host.
@@ -108,7 +114,7 @@ class Lag0Table(StepTable):
         dist.all_reduce(whole, group=group)
         self.values = whole[:, :width]
         on_host = whole.cpu().numpy()
-        self._completed = on_host[:, width:].reshape(len(self._samples), 2, DEPTHS)
+        self._completed = on_host[:, width:].reshape(len(self._samples), 2, self._depths)
         return on_host[:, :width]
 
     def differences(self) -> Lag0Differences | None:

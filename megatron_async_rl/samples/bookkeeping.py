@@ -88,7 +88,7 @@ def trained_after_end(samples: pa.RecordBatch, ends: Collection[int]) -> NDArray
     begins = trained & ~np.concatenate(([False], trained[:-1])) if len(trained) else trained
     begins[starts] = trained[starts]
     turns = np.flatnonzero(begins)
-    ended = trained & np.isin(responses, np.fromiter(ends, dtype=np.int64))
+    ended = trained & np.isin(responses, np.fromiter(ends, dtype=responses.dtype))
     # Number of end tokens before each token; constant offsets vanish within a turn.
     before: NDArray[np.int64] = np.cumsum(ended) - ended
     turn = np.cumsum(begins) - 1

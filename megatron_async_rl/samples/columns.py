@@ -236,7 +236,11 @@ def flat(column: pa.ListArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return the values of a list column's rows, one row after another, and each row's length; a
     null row has none."""
     # int64: sums over a batch exceed 2^31.
-    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    if column.null_count:
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    else:
+        # A quarter of the time. The offsets of a null row may enclose values.
+        lengths = np.diff(column.offsets.to_numpy()).astype(np.int64)
     return column.flatten().to_numpy(), lengths
 
 

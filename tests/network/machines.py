@@ -88,6 +88,7 @@ def torchrun_of_machine(pid: int) -> int:
     """Process id of torchrun in the network namespace of process `pid`. It need not be the parent
     of a rank, which may be forked by a server."""
     module = "megatron_async_rl.launch.torchrun"
+    found: int
     (found,) = (
         process.pid
         for process in psutil.process_iter(["cmdline"])

@@ -12,6 +12,7 @@ from megatron_async_rl.samples.columns import (
     SampleColumns,
     as_stream,
     batch_of,
+    flat,
     from_stream,
     samples_of,
 )
@@ -171,3 +172,23 @@ def test_a_row_that_no_sample_could_be_is_refused_and_leaves_nothing(changes, sa
     assert len(columns) == columns.take().num_rows == 0
     with pytest.raises(ValueError, match=said):
         Sample(**(good | changes))
+
+
+def test_the_values_of_a_list_column_are_those_of_its_rows() -> None:
+    column = pa.array([[9], [1, 2], [], [3]], pa.list_(pa.int32()))
+    # A null row whose offsets enclose a value.
+    hidden = pa.ListArray.from_arrays(
+        pa.array([0, 1, 3, 4], pa.int32()),
+        pa.array([1, 2, 7, 3], pa.int32()),
+        mask=pa.array([False, True, False]),
+    )
+    for part, values, lengths in (
+        (column, [9, 1, 2, 3], [1, 2, 0, 1]),
+        (column[1:], [1, 2, 3], [2, 0, 1]),
+        (column.cast(pa.large_list(pa.int32()))[1:3], [1, 2], [2, 0]),
+        (hidden, [1, 3], [1, 0, 1]),
+        (column[:0], [], []),
+    ):
+        found, sizes = flat(part)
+        assert (found.tolist(), sizes.tolist()) == (values, lengths)
+        assert sizes.dtype == np.int64

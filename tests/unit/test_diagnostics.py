@@ -135,6 +135,24 @@ def test_differences_at_lag_0_are_those_of_fresh_samples_by_depth(size):
     assert found.sums == pytest.approx(counts * shift, rel=1e-4)
 
 
+def test_a_part_with_shorter_samples_has_its_rows_in_the_whole_table():
+    whole = Lag0Table(COLUMNS, CPU)
+    table_of([tuple(range(len(SAMPLES)))], whole)
+    # A part has depth buckets for its own samples only: that of the longest response has most.
+    lengths = [len(one.prompt.token_ids) + one.length for one in SAMPLES]
+    order = np.argsort(lengths)
+    joined = Lag0Table(COLUMNS, CPU)
+    for rows in (order[:1], order[1:]):
+        own = columns_of([SAMPLES[row] for row in rows], BATCH.version)
+        part = Lag0Table(own, CPU)
+        part.values[:] = whole.values[rows]
+        part._by_depth[:] = whole._by_depth[rows, :, : part._by_depth.shape[2]]
+        joined.insert(rows, part, 1)
+    assert part._by_depth.shape[2] > int(lengths[order[0]]).bit_length()
+    assert torch.equal(joined._by_depth, whole._by_depth)
+    assert whole._by_depth.abs().sum() > 0
+
+
 def test_given_and_older_responses_have_no_differences_at_lag_0():
     older = [replace(s, versions=np.full_like(s.versions, BATCH.version - 1)) for s in SAMPLES]
     given = [replace(sample, finish_reason="given") for sample in SAMPLES]
