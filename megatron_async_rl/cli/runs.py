@@ -204,7 +204,8 @@ def init(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="A file or folder of prompts, or hf://datasets/OWNER/NAME or its /FILE.",
+            help="A file or folder of prompts, hf://datasets/OWNER/NAME or its /FILE, or"
+            " reasoning_gym:TASK.",
         ),
     ] = None,
     prompt_key: Annotated[
@@ -223,7 +224,8 @@ def init(
         str | None,
         typer.Option(
             metavar="NAME[+NAME...]",
-            help="A reward or an environment, or several joined by +; default: math.",
+            help="A reward or an environment, or several joined by +; default: math, or the"
+            " task's own scorer for reasoning_gym:TASK.",
         ),
     ] = None,
     answer_key: Annotated[

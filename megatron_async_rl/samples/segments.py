@@ -17,7 +17,7 @@ Invariants:
 - a resumed run writes a sample's row again if its checkpoint does not contain the reward of the
   sample's group: readers keep the newest row of a sample;
 - every group has a row when it is admitted (again at each resume that restores it) and one when it
-  ends: consumed, or dropped with a reason. history.py proves it;
+  ends: consumed, or dropped with a reason;
 - the row of an outcome is in the segment of its sample or in a later one, so segments can be
   deleted oldest first, both files together, and no sample that remains loses its outcome;
 - `seq` numbers the outcomes of the whole run; a resume removes those from its checkpoint's position
