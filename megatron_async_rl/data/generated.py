@@ -138,7 +138,7 @@ def _options(key: str, section: str, task: str, settings: GenerateConfig) -> dic
         raise UserError.of(
             key,
             f"{TASK_PREFIX}{task} needs the package reasoning-gym",
-            "install it: pip install 'megatron_async_rl[tasks]'",
+            "install it: pip install reasoning-gym",
         )
     from reasoning_gym import factory
 

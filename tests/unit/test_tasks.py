@@ -308,7 +308,7 @@ def test_a_missing_package_is_reported_with_the_command(monkeypatch) -> None:
         rows("chain_sum")
     (problem,) = error.value.problems
     assert problem.what == "reasoning_gym:chain_sum needs the package reasoning-gym"
-    assert problem.fix == "install it: pip install 'megatron_async_rl[tasks]'"
+    assert problem.fix == "install it: pip install reasoning-gym"
 
 
 def test_the_reward_reads_the_response_or_the_last_tag() -> None:
