@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,9 @@ from megatron_async_rl.config.settings_model import OnlyJson, Strict, TextOrFile
 DataColumn = Annotated[str, Field(min_length=1)]
 TOOLS_COLUMN = "tools"
 TASK_PREFIX = "reasoning_gym:"
+GENERATED = re.compile(r"/reasoning_gym/(?P<task>\w+)-[0-9a-f]{12}/(train|test)\.jsonl$")
+"""Matches the path of a generated file (data/generated.py), which a run's config has in place of
+the task."""
 """Prefix of a task of reasoning-gym, which is not a path."""
 
 # A user's value for these would change the tokens that the loss is computed on.
@@ -44,6 +48,15 @@ class DataColumns:
 def is_task(path: Path | None) -> TypeGuard[Path]:
     """Return True for the name of a task of reasoning-gym, `reasoning_gym:TASK`."""
     return path is not None and str(path).startswith(TASK_PREFIX)
+
+
+def task_of(path: Path | None) -> str | None:
+    """Return the name of the task of `reasoning_gym:TASK` or of a generated file; None for other
+    data."""
+    if is_task(path):
+        return str(path).removeprefix(TASK_PREFIX)
+    match = GENERATED.search(str(path))
+    return match["task"] if match else None
 
 
 class GenerateConfig(Strict):
@@ -93,7 +106,7 @@ class FileConfig(Strict):
                 f"prompt_key: {self.prompt_key} and messages_key: {self.messages_key} both name"
                 " the column of the prompt; keep one"
             )
-        if self.generate is not None and not is_task(self.path):
+        if self.generate is not None and task_of(self.path) is None:
             raise ValueError(
                 f"generate has no effect on the file {self.path}; remove it, or set path to"
                 f" {TASK_PREFIX}TASK"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_async_rl.config.data import TASK_PREFIX, is_task
+from megatron_async_rl.config.data import TASK_PREFIX, task_of
 from megatron_async_rl.config.losses import (
     LONG_RESPONSE,
     NATS_PER_ROOT_TOKEN,
@@ -250,7 +250,7 @@ def _unused_generate(config: Config) -> Iterator[str]:
     paths = [data.train, data.eval, *(one.path for one in data.sources)]
     # Held-out sets use `data.generate`, too.
     paths += [one.path for one in config.eval.sets] if config.eval is not None else []
-    if data.generate is not None and not any(map(is_task, paths)):
+    if data.generate is not None and not any(map(task_of, paths)):
         yield (
             "data.generate has no effect on files; remove it, or set data.train to"
             f" {TASK_PREFIX}TASK"

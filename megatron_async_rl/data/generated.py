@@ -9,7 +9,10 @@ Invariants:
   held-out rows come first in the generator's sequence, so they do not depend on the number of
   training rows;
 - a row's entry is scored as its generator scores it: an entry that JSON would change is refused;
-- files appear complete or not at all.
+- files appear complete or not at all;
+- the config of a run has the files' paths and keeps the settings, so files that were deleted, or
+  that another machine has, are generated again. Only the same files are: their digest is in the
+  path.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from megatron_async_rl.config.data import (
     GenerateConfig,
     SourceConfig,
     is_task,
+    task_of,
 )
 from megatron_async_rl.config.durable import publish
 from megatron_async_rl.config.problem import UserError, number_of, suggestion
@@ -47,6 +51,7 @@ from megatron_async_rl.data.task_entries import PACKAGE, dataset_of, entry_of
 
 TRAINING, HELD_OUT = "train.jsonl", "test.jsonl"
 """Names of the files. Their words are those of splits, so that held-out rows cannot be trained."""
+DISTRIBUTION = PACKAGE.replace("_", "-")
 DRAWS = 4
 """Largest number of questions that are drawn for each row, because a simple task repeats them."""
 CHILD = f"from {__name__} import print_rows; print_rows()"
@@ -55,7 +60,8 @@ CHILD = f"from {__name__} import print_rows; print_rows()"
 def with_generated(config: Config) -> tuple[Config, list[str]]:
     """Return `config` with a local file for each name of a task, and a report of one line for each.
     The files are generated unless the cache has them. Raises UserError for an unknown task or
-    option, and if reasoning-gym is not installed."""
+    option, if reasoning-gym is not installed, and for the path of a missing file that would get
+    other questions."""
     notes: list[str] = []
     data = config.data
 
@@ -64,6 +70,19 @@ def with_generated(config: Config) -> tuple[Config, list[str]]:
         # The section with the settings, which messages name.
         inherited = own is None and data.generate is not None
         section = "data" if inherited else _section_of(key)
+        if not is_task(path):
+            if not path.exists():
+                return _again(key, path, section, settings)
+            given = own or data.generate
+            if given is not None and importlib.util.find_spec(PACKAGE) is not None:
+                named, _ = _named(key, section, str(task_of(path)), given)
+                if named.name != path.parent.name:
+                    # Not an error: a run continues on its file with a newer reasoning-gym, too.
+                    notes.append(
+                        f"{key}: keeps {path}, although {section}.generate, or reasoning-gym, has"
+                        f" changed since; {TASK_PREFIX}{task_of(path)} generates other questions"
+                    )
+            return path
         task = str(path).removeprefix(TASK_PREFIX)
         local = _folder(key, section, task, settings) / file
         wanted = settings.size if file == TRAINING else settings.held_out
@@ -76,37 +95,53 @@ def with_generated(config: Config) -> tuple[Config, list[str]]:
         return local
 
     def placed[File: FileConfig](key: str, one: File, file: str) -> File:
-        if not is_task(one.path):
+        if task_of(one.path) is None:
             return one
-        changes: dict[str, Any] = {
-            "path": place(f"{key}.path", one.path, one.generate, file),
-            "generate": None,
-        }
+        local = place(f"{key}.path", one.path, one.generate, file)
+        if local == one.path:
+            return one
+        changes: dict[str, Any] = {"path": local}
         if isinstance(one, SourceConfig):
             # The files of all tasks have one name, and the labels of sources must differ.
             changes["name"] = one.label
         return one.model_copy(update=changes)
 
     changed: dict[str, Any] = {}
-    if is_task(data.train):
-        changed["train"] = place("data.train", data.train, None, TRAINING)
-    if is_task(data.eval):
-        changed["eval"] = place("data.eval", data.eval, None, HELD_OUT)
-    if any(is_task(one.path) for one in data.sources):
+    for name, file in (("train", TRAINING), ("eval", HELD_OUT)):
+        path: Path | None = getattr(data, name)
+        if path is not None and task_of(path) is not None:
+            changed[name] = place(f"data.{name}", path, None, file)
+    if any(task_of(one.path) for one in data.sources):
         changed["sources"] = tuple(
             placed(f"data.sources.{index}", one, TRAINING) for index, one in enumerate(data.sources)
         )
     result: dict[str, Any] = {}
+    if any(getattr(data, name) != value for name, value in changed.items()):
+        result["data"] = data.model_copy(update=changed)
     evaluation = config.eval
-    if evaluation is not None and any(is_task(one.path) for one in evaluation.sets):
+    if evaluation is not None:
         sets = tuple(
             placed(f"eval.sets.{index}", one, HELD_OUT) for index, one in enumerate(evaluation.sets)
         )
-        result["eval"] = evaluation.model_copy(update={"sets": sets})
-    if changed or result:
-        # The files are the result of `generate`, which has no effect on files.
-        result["data"] = data.model_copy(update={**changed, "generate": None})
+        if sets != evaluation.sets:
+            result["eval"] = evaluation.model_copy(update={"sets": sets})
     return (config.model_copy(update=result) if result else config), notes
+
+
+def _again(key: str, file: Path, section: str, settings: GenerateConfig) -> Path:
+    """Return the missing file of a run in this machine's cache."""
+    task = str(task_of(file))
+    folder, _ = _named(key, section, task, settings)
+    if folder.name != file.parent.name:
+        version = importlib.metadata.version(DISTRIBUTION)
+        raise UserError.of(
+            key,
+            f"{file} is missing, and {section}.generate with reasoning-gym {version} would give"
+            " other questions",
+            f"install the reasoning-gym of the run's first start, or set {key} to"
+            f" {TASK_PREFIX}{task}",
+        )
+    return _folder(key, section, task, settings) / file.name
 
 
 def task_file(key: str, name: Path, settings: GenerateConfig, *, held_out: bool = False) -> Path:
@@ -118,18 +153,25 @@ def task_file(key: str, name: Path, settings: GenerateConfig, *, held_out: bool 
 def _folder(key: str, section: str, task: str, settings: GenerateConfig) -> Path:
     """Return the folder with the two files of a task. `section`: key of the section with the
     settings."""
+    folder, options = _named(key, section, task, settings)
+    if not folder.is_dir():
+        _write(key, section, task, options, settings, folder)
+    return folder
+
+
+def _named(
+    key: str, section: str, task: str, settings: GenerateConfig
+) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a task's files, which may not exist yet, and the generator's options."""
     options = _options(key, section, task, settings)
-    version = importlib.metadata.version(PACKAGE.replace("_", "-"))
+    version = importlib.metadata.version(DISTRIBUTION)
     # Everything that determines the rows is in the name, so a file is never out of date.
     identity = json.dumps(
         [version, task, options, settings.seed, settings.size, settings.held_out], sort_keys=True
     )
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "megatron_async_rl" / PACKAGE / f"{task}-{digest}"
-    if not folder.is_dir():
-        _write(key, section, task, options, settings, folder)
-    return folder
+    return cache / "megatron_async_rl" / PACKAGE / f"{task}-{digest}", options
 
 
 def _options(key: str, section: str, task: str, settings: GenerateConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import filecmp
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,9 @@ ADDRESS = re.compile(r"rollout\.(reward|environment)\.(parts\.[^.]+\.)?settings\
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 """Suffixes of weight files, which are compared by size: the checkpoint has a digest of the weights
 that a resume reads from a model."""
-DATA_PATHS = ("data.train", "data.sources[].path")
-"""Keys of files whose prompts have digests in the checkpoint, so their paths may change."""
+BY_DIGEST = ("data.train", "data.generate", "data.sources[].path", "data.sources[].generate")
+"""Keys of files, and of the settings that they were generated with. Their prompts have digests in
+the checkpoint, so the keys may change."""
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,16 @@ class Difference:
     @property
     def allowed(self) -> bool:
         return (
-            self.is_move
-            or ADDRESS.fullmatch(self.key) is not None
-            or any(self.key == key or self.key.startswith(f"{key}.") for key in ALLOWED)
+            self.is_move or ADDRESS.fullmatch(self.key) is not None or _is_one_of(self.key, ALLOWED)
         )
 
     def __str__(self) -> str:
         return f"{self.key}: {_show(self.before)} -> {_show(self.now)}"
+
+
+def _is_one_of(key: str, keys: Iterable[str]) -> bool:
+    """Return True if `key` is one of `keys` or inside one of them."""
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
 def _is_copy(before: Path, now: Path) -> bool:
@@ -289,11 +293,11 @@ def conflicts(config: Config) -> list[Problem]:
     if named_latest(checkpoint) is not None:
         fix += f"; `mar convert {checkpoint} MODEL` exports its weights as a new run's model.path"
     # data_problems compares the digests of these files, so their paths may differ.
-    by_digest = DATA_PATHS if _file_of_checkpoint(config, DATA_FILE) is not None else ()
+    by_digest = BY_DIGEST if _file_of_checkpoint(config, DATA_FILE) is not None else ()
     refused = [
         _problem(one, what, fix)
         for one in found
-        if not one.allowed and pattern_of(one.key) not in by_digest
+        if not one.allowed and not _is_one_of(pattern_of(one.key), by_digest)
     ]
     if config.run.steps < step:
         shorter = Difference("run.steps", step, config.run.steps)

@@ -361,6 +361,21 @@ def test_the_same_data_under_another_name_is_accepted(config: Path) -> None:
     assert data_problems_of(config, f"data.train={other}") == []
 
 
+def test_settings_of_generated_data_may_change_if_the_prompts_are_the_same(config: Path) -> None:
+    made(config, step=2)
+    file = config.parent / "train.jsonl"
+    folder = config.parent / "reasoning_gym" / "chain_sum-0123456789ab"
+    folder.mkdir(parents=True)
+    shutil.copy(file, folder / "train.jsonl")
+    changed = [f"data.train={folder / 'train.jsonl'}", "data.generate={seed: 3}"]
+    # Without digests in the checkpoint, the settings decide.
+    assert "data.generate" in [one.key for one in refused(config, *changed)]
+    saved(config)
+    assert data_problems_of(config, *changed) == []
+    (folder / "train.jsonl").write_text(file.read_text().splitlines(keepends=True)[0])
+    assert [one.key for one in data_problems_of(config, *changed)] == ["data.train"]
+
+
 def test_a_data_folder_with_an_added_or_renamed_file_is_refused(config: Path) -> None:
     folder = config.parent / "parts"
     folder.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,7 @@ def test_a_config_gets_files_instead_of_tasks(tmp_path, cache) -> None:
     given = load(file)
     assert str(given.data.train) == "reasoning_gym:chain_sum", "the name became a path"
     config, notes = with_generated(given)
-    assert config.data.generate is None
+    assert config.data.generate == given.data.generate
     assert config.data.train is not None
     assert config.data.eval is not None
     assert config.data.train.parent == config.data.eval.parent
@@ -167,6 +168,48 @@ def test_a_config_gets_files_instead_of_tasks(tmp_path, cache) -> None:
     ]
     # A configuration of files alone is not changed.
     assert with_generated(config) == (config, [])
+
+
+def test_deleted_files_of_a_run_are_generated_again(tmp_path, cache, monkeypatch) -> None:
+    file = tmp_path / "run.yaml"
+    tree = yaml.safe_load(CONFIG)
+    tree["data"]["generate"]["size"] = 3
+    own = {"generate": {"size": 2, "held_out": 1, "options": SUMS}}
+    tree["eval"] = {"sets": [{"name": "a", "path": "reasoning_gym:chain_sum", **own}]}
+    del tree["data"]["eval"]
+    file.write_text(yaml.safe_dump(tree))
+    config, _ = with_generated(load(file))
+    assert config.eval is not None
+    files = (config.data.train, config.eval.sets[0].path)
+    assert None not in files
+    before = [one.read_bytes() for one in files]
+    # The run's own file, which a rank, `mar eval RUN` or another machine reads.
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert with_generated(load(file)) == (load(file), [])
+    shutil.rmtree(cache)
+    assert with_generated(load(file)) == (config, [])
+    assert [one.read_bytes() for one in files] == before
+    # On a machine with another home directory the paths change, and the files do not.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    shutil.rmtree(cache)
+    moved, _ = with_generated(load(file))
+    assert moved.data.train is not None
+    assert moved.data.train.is_relative_to(tmp_path / "other")
+    assert moved.data.train.read_bytes() == before[0]
+    # Other settings would give other questions: a missing file is refused, an existing one kept.
+    changed = load(file, ["data.generate.seed=7"])
+    with pytest.raises(UserError) as error:
+        with_generated(changed)
+    (problem,) = error.value.problems
+    assert problem.key == "data.train"
+    assert "is missing, and data.generate with reasoning-gym" in problem.what
+    moved = moved.model_copy(
+        update={"data": moved.data.model_copy(update={"generate": changed.data.generate})}
+    )
+    kept, notes = with_generated(moved)
+    assert kept == moved
+    assert len(notes) == 1
+    assert notes[0].startswith(f"data.train: keeps {moved.data.train}, although data.generate")
 
 
 CONFIG = """
@@ -284,7 +327,7 @@ def test_held_out_sets_use_the_settings_of_the_data(tmp_path, cache) -> None:
     assert len(config.eval.sets[0].path.read_text().splitlines()) == 3
     # A rank reads the written config.
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    assert load(file).data.generate is None
+    assert load(file) == config
 
 
 def test_generate_without_a_task_is_refused(tmp_path) -> None:
