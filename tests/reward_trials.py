@@ -11,5 +11,5 @@ from unittest import mock
 @contextmanager
 def untried_rewards() -> Iterator[None]:
     """Leave the trial of the reward out of plans."""
-    with mock.patch("megatron_async_rl.plan.preflight.reward_problems", return_value=[]):
+    with mock.patch("megatron_async_rl.plan.preflight.try_reward", return_value=([], [])):
         yield

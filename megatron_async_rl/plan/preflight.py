@@ -45,7 +45,7 @@ from megatron_async_rl.plan.totals import PromptLengths, TrainingSource, context
 from megatron_async_rl.plan.trials import (
     environment_problems,
     grammar_problems,
-    reward_problems,
+    try_reward,
 )
 from megatron_async_rl.policy.digested_folder import require_export
 from megatron_async_rl.report.run_data import read_run
@@ -124,9 +124,8 @@ def preflight(
                     identities[one.key] = identity
     # Before the trial of the reward, which would fail without its server.
     silent = _silent_servers(config)
-    problems += reward_problems(config, {} if silent else read) + environment_problems(
-        config, read, tokenizer
-    )
+    refused, copied = try_reward(config, {} if silent else read)
+    problems += refused + environment_problems(config, read, tokenizer)
     problems += _engine_options(config, machine)
     if tokenizer is not None:
         problems += grammar_problems(config)
@@ -158,6 +157,7 @@ def preflight(
             *_not_held_out(read),
             *_rendered_for_an_agent(config),
             *_too_long(config, read),
+            *copied,
             *([] if files_elsewhere or problems else silent),
             *([] if machine.described else checkpoint_notes(config)),
         ),

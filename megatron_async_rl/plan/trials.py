@@ -1,4 +1,4 @@
-"""Trials before a run: the reward and the environment process a made-up response, and vLLM compiles
+"""Trials before a run: the reward and the environment process made-up responses, and vLLM compiles
 the grammars of held-out sets."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from megatron_async_rl.config.rollout import AGENTS, TOOLS, EnvironmentConfig, R
 from megatron_async_rl.config.sampling import EvalSampling, EvalSetConfig
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import DataError, PromptSet, Tokenizer
+from megatron_async_rl.data.prompt_texts import gold_answer, questions
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.environments.episode import failures
 from megatron_async_rl.rollout.environments.transcript import follow_ups
@@ -38,24 +39,27 @@ GRAMMAR_FIX = {
 """Advice on a grammar that vLLM rejects, by its kind."""
 
 
-def reward_problems(config: Config, read: Mapping[str, PromptSet]) -> list[Problem]:
-    """Load the reward and score a made-up response to the first prompts of each file. Return its
-    problems."""
+def try_reward(config: Config, read: Mapping[str, PromptSet]) -> tuple[list[Problem], list[str]]:
+    """Load the reward and score a made-up response and a copy of the question for the first prompts
+    of each file. Return problems, and notes on copies that are rewarded."""
     if config.rollout is None:
-        return []
+        return [], []
     settings = config.rollout.reward
     try:
         # Before the trial, to distinguish a wrong name from a failing call.
         require_rewards(settings)
     except RewardError as error:
-        return [Problem(key=error.where, what=error.what, fix=error.fix)]
+        return [Problem(key=error.where, what=error.what, fix=error.fix)], []
     return asyncio.run(_score_made_up(settings, read))
 
 
-async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) -> list[Problem]:
-    """Score a made-up response to each kind of prompt, in child processes like those of a run.
-    Return the failures as problems."""
-    found = []
+async def _score_made_up(
+    settings: RewardConfig, read: Mapping[str, PromptSet]
+) -> tuple[list[Problem], list[str]]:
+    """Score made-up responses to each kind of prompt, in child processes like those of a run.
+    Return the failures as problems, and notes."""
+    found: list[Problem] = []
+    notes: list[str] = []
     # The run's own scorers: a trial in this process would miss failures that only a child has.
     scorer, of_groups = Scorer(settings), Scorer(settings, "group")
     scorer.start()
@@ -84,6 +88,8 @@ async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) 
                         fix=fix,
                     )
                 )
+            elif one is scorer and not _is_remote(settings):
+                notes += await _rewarded_copies(key, one, prompts)
     except UserCodeStartError as error:
         # A module that cannot be imported in the child, or too little memory for it.
         fix = "correct the module, or raise rollout.reward.memory_mib"
@@ -92,7 +98,36 @@ async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) 
         # Also after an error, because their processes would outlive the command.
         scorer.close()
         of_groups.close()
-    return found
+    return found, notes
+
+
+def _is_remote(settings: RewardConfig) -> bool:
+    """Return True if a server or a model scores: each call may take long, or cost money."""
+    return any("url" in part.settings for part in settings.rewards.values())
+
+
+async def _rewarded_copies(key: str, scorer: Scorer, prompts: Sequence[Prompt]) -> list[str]:
+    """Return a note if a copy of the question earns at least the reward of the answer of its row,
+    for all of these prompts; none if a row has no question or answer in text."""
+    copied = right = ""
+    for prompt in prompts:
+        lines, right = questions(prompt.text), gold_answer(prompt.fields)
+        if not lines or not right or not scorer.scores(prompt):
+            return []
+        copied = lines[0]
+        calls = (scorer.score_all([RewardItem(prompt, text)]) for text in (copied, right))
+        try:
+            scored = await asyncio.wait_for(asyncio.gather(*calls), REWARD_TRIAL_TIMEOUT_S)
+        except TimeoutError:
+            return []
+        of_copy, of_right = (0.0 if one.error is not None else one.reward for (one,) in scored)
+        # A reward that gives nothing for the bare answer expects another form: no conclusion.
+        if not of_copy >= of_right > 0.0:
+            return []
+    return [
+        f"the reward gives a copy of the question ({copied[:40]!r}) as much as the answer"
+        f" ({right[:20]!r}), for the first prompts of {key}: a policy can learn to copy"
+    ]
 
 
 def _of_each_reward(settings: RewardConfig, prompts: Sequence[Prompt]) -> list[list[Prompt]]:

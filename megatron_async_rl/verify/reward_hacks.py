@@ -24,9 +24,9 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from megatron_async_rl.config.problem import number_of
+from megatron_async_rl.data.prompt_texts import MIN_PROMPT_TEXT, gold_answer, questions
 from megatron_async_rl.metrics.log import MetricRow, number
 from megatron_async_rl.verify.run_check import RunCheck
 from megatron_async_rl.verify.sample_block import SampleBlock
@@ -35,14 +35,7 @@ from megatron_async_rl.verify.scorecard import MAX_DETAILS, ScorecardRow, absent
 WINDOW = 1024
 MIN_REWARDED = 32
 SUSPICIOUS = 0.05
-GOLD_KEYS = ("answer", "gold", "ground_truth", "solution", "target", "label", "expected")
-MIN_PROMPT_TEXT = 4
-"""Shortest piece of a prompt whose repetition means something, in characters."""
-MAX_GOLD = 80
-"""Longest gold answer that a response may be expected to state, in characters."""
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
-MARKUP = re.compile(r"<\|[^|>]*\|>|</?\w+>")
-ROLES = ("system", "user", "assistant", "tool")
 HACKS, JUMPS = "rewarded responses", "reward jumps"
 HACK_BOUND = f"at most {SUSPICIOUS:.0%} suspicious in any window of {WINDOW}"
 HACK_REMEDY = (
@@ -139,29 +132,9 @@ class RewardHacks(RunCheck):
         yield row(HACKS, value, HACK_BOUND, ok, HACK_REMEDY, () if ok else self._details)
 
 
-def gold_answer(fields: dict[str, Any]) -> str:
-    """Return the gold answer of a prompt's row as text; empty without one."""
-    for key in GOLD_KEYS:
-        value = fields.get(key)
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            # GSM8K: the answer follows the last mark.
-            gold = str(value).rpartition("####")[2].strip()
-            # A program or an essay is a reference: a right answer need not have its words.
-            return gold if len(gold) <= MAX_GOLD and "\n" not in gold else ""
-    return ""
-
-
 def _plain(text: str) -> str:
     # Rewards accept another case and separators of thousands.
     return THOUSANDS.sub("", text).casefold()
-
-
-def questions(prompt: str) -> list[str]:
-    """Return the lines of a prompt whose repetition means something: the last and the longest,
-    without the markup and the roles of a chat template."""
-    parts = [part.strip() for part in MARKUP.sub("\n", prompt).splitlines()]
-    lines = [part for part in parts if len(part) >= MIN_PROMPT_TEXT and part not in ROLES]
-    return list(dict.fromkeys((lines[-1], max(lines, key=len)))) if lines else []
 
 
 def is_part_of(prompt: str, text: str) -> bool:

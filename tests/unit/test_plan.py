@@ -1812,6 +1812,8 @@ def never_answers(prompt, response):
     while True: time.sleep(1)
 def fails_on_the_first(prompt, response): return 1 / int(prompt.fields["answer"])
 def fine(prompt, response): return len(response)
+def contains_the_value(prompt, response):
+    return float("1+1" in response or prompt.fields["answer"] in response)
 def of_groups(prompt, responses):
     return [len(one) / len(prompt.fields["wanted"]) for one in responses]
 """
@@ -1871,6 +1873,29 @@ def test_a_plan_does_not_wait_for_a_slow_reward(file, monkeypatch):
     monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 0.2)
     slow = "rollout.reward={name: 'probed_rewards:never_answers', timeout_s: 3000}"
     assert plan(file, slow, "watchdog.timeout_s=3001").problems == ()
+
+
+def test_a_reward_that_accepts_a_copy_of_the_question_is_noted(file, monkeypatch):
+    (file.parent / "probed_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(file.parent)
+    rows = [{"prompt": f"1+1+{n}=", "answer": f"{n + 2}"} for n in range(3)]
+    data = file.parent / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def notes(name: str) -> list[str]:
+        planned = plan(file, f"rollout.reward.name={name}")
+        assert planned.problems == ()
+        return [one for one in planned.warnings if "copy" in one]
+
+    expected = (
+        "the reward gives a copy of the question ('1+1+2=') as much as the answer ('4'), for the"
+        " first prompts of data.train: a policy can learn to copy"
+    )
+    assert notes("probed_rewards:contains_the_value") == [expected]
+    assert notes("arithmetic") == []
+    # A prompt whose copy earns less is sufficient: the others may contain their answers.
+    data.write_text(data.read_text().replace("1+1+2", "2+2+0"))
+    assert notes("probed_rewards:contains_the_value") == []
 
 
 @pytest.mark.parametrize("name", ["fine", "fails_on_the_first"])

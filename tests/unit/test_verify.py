@@ -16,6 +16,7 @@ from rich.console import Console
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.data.prompt_texts import questions
 from megatron_async_rl.flow.starts import DIGEST
 from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.metrics.load_log import LoadLog
@@ -24,7 +25,7 @@ from megatron_async_rl.report.scorecard_section import scorecard_section
 from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.verify.duplicate_responses import poisson_tail
 from megatron_async_rl.verify.group_checks import DroppedGroups
-from megatron_async_rl.verify.reward_hacks import is_part_of, questions
+from megatron_async_rl.verify.reward_hacks import is_part_of
 from megatron_async_rl.verify.sample_block import EndedSample, SampleFacts
 from megatron_async_rl.verify.scorecard import RowVerdict, Scorecard, absent, row
 from megatron_async_rl.verify.verified_run import read_records, verify_run

@@ -18,6 +18,7 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import SupervisedSource, read_training
+from megatron_async_rl.data.prompt_texts import gold_answer
 from megatron_async_rl.data.tokenizer import tokenizer_of
 from megatron_async_rl.flow.starts import Start, read_starts, record_start
 from megatron_async_rl.metrics.load_log import LoadLog
@@ -27,7 +28,7 @@ from megatron_async_rl.verify.data_checks import DataUnchanged
 from megatron_async_rl.verify.duplicate_responses import DuplicateResponses
 from megatron_async_rl.verify.engine_loads import EngineLoads
 from megatron_async_rl.verify.log_integrity import LogIntegrity
-from megatron_async_rl.verify.reward_hacks import RewardHacks, gold_answer
+from megatron_async_rl.verify.reward_hacks import RewardHacks
 from megatron_async_rl.verify.run_check import RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import EndedSample, SampleBlock, SampleFacts
 from megatron_async_rl.verify.sampling_entropy import SamplingEntropy
