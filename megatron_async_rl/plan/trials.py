@@ -108,25 +108,33 @@ def _is_remote(settings: RewardConfig) -> bool:
 
 async def _rewarded_copies(key: str, scorer: Scorer, prompts: Sequence[Prompt]) -> list[str]:
     """Return a note if a copy of the question earns at least the reward of the answer of its row,
-    for all of these prompts; none if a row has no question or answer in text."""
-    copied = right = ""
-    for prompt in prompts:
-        lines, right = questions(prompt.text), gold_answer(prompt.fields)
-        if not lines or not right or not scorer.scores(prompt):
-            return []
-        copied = lines[0]
-        calls = (scorer.score_all([RewardItem(prompt, text)]) for text in (copied, right))
-        try:
-            scored = await asyncio.wait_for(asyncio.gather(*calls), REWARD_TRIAL_TIMEOUT_S)
-        except TimeoutError:
-            return []
-        of_copy, of_right = (0.0 if one.error is not None else one.reward for (one,) in scored)
-        # A reward that gives nothing for the bare answer expects another form: no conclusion.
-        if not of_copy >= of_right > 0.0:
-            return []
+    for all of these prompts; none if a row has no question or answer in text, or if the reward is
+    slow."""
+    pairs = [(questions(one.text), gold_answer(one.fields)) for one in prompts]
+    if not all(
+        lines and right and scorer.scores(one)
+        for one, (lines, right) in zip(prompts, pairs, strict=True)
+    ):
+        return []
+    calls = (
+        scorer.score_all([RewardItem(one, text)])
+        for one, (lines, right) in zip(prompts, pairs, strict=True)
+        for text in (lines[0], right)
+    )
+    try:
+        scored = await asyncio.wait_for(asyncio.gather(*calls), REWARD_TRIAL_TIMEOUT_S)
+    except TimeoutError:
+        return []
+    rewards = [0.0 if one.error is not None else one.reward for (one,) in scored]
+    # A reward that gives nothing for the bare answer expects another form: no conclusion.
+    if not all(
+        0.0 < right <= copy for copy, right in zip(rewards[::2], rewards[1::2], strict=True)
+    ):
+        return []
+    (copied, *_), answer = pairs[-1]
     return [
         f"the reward gives a copy of the question ({copied[:40]!r}) as much as the answer"
-        f" ({right[:20]!r}), for the first prompts of {key}: a policy can learn to copy"
+        f" ({answer[:20]!r}), for the first prompts of {key}: a policy can learn to copy"
     ]
 
 
