@@ -38,9 +38,6 @@ def compare_steps(found, expected, rel=1e-6):
             # The largest difference is one token's: of float32 log-probs, whose own last digit is
             # 1e-6 from -8 on.
             within = 4e-6 if key.endswith("_max") else 5e-7
-            if key == "policy/loss":
-                # The squared error of a value head is a term of order 3, and cancels, too.
-                within *= max(1.0, abs(theirs.get("loss/value", 0.0)))
             assert mine[key] == pytest.approx(theirs[key], rel=allowed, abs=within), (step, key)
 
 
