@@ -75,7 +75,7 @@ def test_a_detached_head_learns_without_touching_the_policys_gradient():
     compare_weights(strong["weights"], weak["weights"], atol=0.0)
     (strong,), (weak,) = heads(strong), heads(weak)
     torch.testing.assert_close(
-        strong["weight.gradient"], 500 * weak["weight.gradient"], rtol=1e-4, atol=1e-6
+        strong["weight.gradient"], 100 * weak["weight.gradient"], rtol=1e-4, atol=1e-6
     )
     assert weak["weight.gradient"].abs().max() > 0
 
