@@ -75,13 +75,10 @@ def with_generated(config: Config) -> tuple[Config, list[str]]:
                 return _again(key, path, section, settings)
             given = own or data.generate
             if given is not None and importlib.util.find_spec(PACKAGE) is not None:
-                named, _ = _named(key, section, str(task_of(path)), given)
-                if named.name != path.parent.name:
-                    # Not an error: a run continues on its file with a newer reasoning-gym, too.
-                    notes.append(
-                        f"{key}: keeps {path}, although {section}.generate, or reasoning-gym, has"
-                        f" changed since; {TASK_PREFIX}{task_of(path)} generates other questions"
-                    )
+                # A difference is no error: a run continues on its file with a newer reasoning-gym,
+                # too, and with one that no longer has the task or an option.
+                if why := _changed(key, section, path, given):
+                    notes.append(f"{key}: keeps {path}, although {why}")
             return path
         task = str(path).removeprefix(TASK_PREFIX)
         local = _folder(key, section, task, settings) / file
@@ -126,6 +123,22 @@ def with_generated(config: Config) -> tuple[Config, list[str]]:
         if sets != evaluation.sets:
             result["eval"] = evaluation.model_copy(update={"sets": sets})
     return (config.model_copy(update=result) if result else config), notes
+
+
+def _changed(key: str, section: str, file: Path, settings: GenerateConfig) -> str:
+    """Return why the settings no longer give the rows of a run's existing file; "" if they do."""
+    task = task_of(file)
+    try:
+        folder, _ = _named(key, section, str(task), settings)
+    except UserError as error:
+        (problem,) = error.problems
+        return f"{section}.generate cannot give its questions: {problem.what}"
+    if folder.name == file.parent.name:
+        return ""
+    return (
+        f"{section}.generate, or reasoning-gym, has changed since;"
+        f" {TASK_PREFIX}{task} generates other questions"
+    )
 
 
 def _again(key: str, file: Path, section: str, settings: GenerateConfig) -> Path:

@@ -208,8 +208,21 @@ def test_deleted_files_of_a_run_are_generated_again(tmp_path, cache, monkeypatch
     )
     kept, notes = with_generated(moved)
     assert kept == moved
-    assert len(notes) == 1
-    assert notes[0].startswith(f"data.train: keeps {moved.data.train}, although data.generate")
+    beginning = f"data.train: keeps {moved.data.train}, although "
+    assert notes == [
+        f"{beginning}data.generate, or reasoning-gym, has changed since; reasoning_gym:chain_sum"
+        " generates other questions"
+    ]
+    # A newer reasoning-gym may not know an option, or the task.
+    generate = GenerateConfig(size=3, held_out=1, options={**SUMS, "renamed": 1})
+    moved = moved.model_copy(
+        update={"data": moved.data.model_copy(update={"generate": generate}), "eval": None}
+    )
+    kept, notes = with_generated(moved)
+    assert kept == moved
+    assert notes == [
+        f"{beginning}data.generate cannot give its questions: chain_sum has no option 'renamed'"
+    ]
 
 
 CONFIG = """
