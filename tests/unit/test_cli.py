@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -86,6 +88,18 @@ def test_folders_that_are_not_what_a_command_reads_or_writes_are_refused(tmp_pat
         first, second, third = done.output.splitlines()
         assert (first, second) == (key, f"  {tmp_path}/{what}")
         assert third.startswith(f"  fix: {fix}")
+
+
+def test_convert_names_the_folder_that_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/end_to_end converts a real checkpoint."""
+    made = SimpleNamespace(convert=lambda checkpoint, out: out.mkdir())
+    monkeypatch.setitem(sys.modules, "megatron_async_rl.weights.convert", made)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(cli.app, ["convert", str(tmp_path), str(out)], env={"COLUMNS": "400"})
+    assert (done.exit_code, done.output) == (0, f"wrote {out}\n")
+    assert out.is_dir()
 
 
 @looped("name", sorted(COMMANDS))

@@ -316,6 +316,13 @@ def test_a_server_that_is_gone_is_given_up(machines: Machines) -> None:
         machines.agent(nobody).fetch(1, manifest)
 
 
+def test_a_closed_server_refuses_connections(machines: Machines) -> None:
+    address = machines.server.address
+    machines.server.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address.host, address.port))
+
+
 def test_a_silent_peer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     # Only the limit on each wait ends the connection, not the one on the proof of the key.
     monkeypatch.setattr(relay_server._RelayTcpServer, "admission_s", math.inf)
