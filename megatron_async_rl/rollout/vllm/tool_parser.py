@@ -12,12 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.rollout.environments import (
-    PARSER_KEY,
-    UNREAD,
-    EnvironmentRefused,
-    require_tool_parser,
-)
+from megatron_async_rl.rollout.environments import PARSER_KEY, UNREAD, EnvironmentRefused
 
 PARSERS = [logging.getLogger(name) for name in ("vllm.tool_parsers", "vllm.parser")]
 """Loggers of vLLM's tool parsers, which report unreadable calls."""
@@ -74,7 +69,6 @@ class ToolParser:
         from vllm.tokenizers import get_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
-        require_tool_parser(name)
         for logger in PARSERS:
             logger.setLevel(logging.WARNING)
             logger.propagate = False
