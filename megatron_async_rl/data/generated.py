@@ -74,11 +74,11 @@ def with_generated(config: Config) -> tuple[Config, list[str]]:
             if not path.exists():
                 return _again(key, path, section, settings)
             given = own or data.generate
-            if given is not None and importlib.util.find_spec(PACKAGE) is not None:
-                # A difference is no error: a run continues on its file with a newer reasoning-gym,
-                # too, and with one that no longer has the task or an option.
-                if why := _changed(key, section, path, given):
-                    notes.append(f"{key}: keeps {path}, although {why}")
+            installed = importlib.util.find_spec(PACKAGE) is not None
+            # Not an error: a run continues on its file with a newer reasoning-gym, too, even if
+            # that has removed the task or an option.
+            if given and installed and (why := _changed(key, section, path, given)):
+                notes.append(f"{key}: keeps {path}, although {why}")
             return path
         task = str(path).removeprefix(TASK_PREFIX)
         local = _folder(key, section, task, settings) / file
