@@ -242,6 +242,29 @@ def test_a_resume_forgets_what_its_checkpoint_does_not_know(tmp_path: Path) -> N
     }
 
 
+def test_a_resume_replaces_only_files_that_it_changes(tmp_path: Path) -> None:
+    early, late = sample(0), sample(1)
+    positions = []
+    for step, one in enumerate((early, late), start=1):
+        log = begun(tmp_path, positions[-1] if positions else 0)
+        log.finished(row(one, step - 1))
+        train_on(log, [row(one)], step)
+        log.close()
+        positions.append(log.position)
+
+    def files() -> list[int]:
+        # A replaced file is another inode.
+        return [path.stat().st_ino for path in sorted((tmp_path / FOLDER).glob("outcomes-*"))]
+
+    before = files()
+    begun(tmp_path, positions[1]).close()
+    assert files() == before
+    begun(tmp_path, positions[0]).close()
+    assert files()[0] == before[0]
+    assert files()[1] != before[1]
+    assert states(tmp_path) == {key(early): ("trained", (1,), None), key(late): ("lost", (), None)}
+
+
 def test_a_resume_without_a_checkpoint_forgets_every_outcome(tmp_path: Path) -> None:
     one = sample(0)
     log = begun(tmp_path)
