@@ -203,6 +203,16 @@ def test_a_test_may_contain_megabytes_of_data() -> None:
         validate_row("code", {}, {"tests": "(" * 10**5})
 
 
+@pytest.mark.parametrize("depth", [1_500, 10_000])
+def test_a_test_that_is_nested_too_deeply_is_refused_as_such(depth: int) -> None:
+    """The recursion of the analysis ends at the first depth, and that of Python's parser at the
+    second."""
+    for expression in ("f(1)" + ".x" * depth, "f(1) == " + "-" * depth + "1"):
+        with pytest.raises(UnfitTest) as error:
+            prepared(f"assert {expression}", "f")
+        assert error.value.what == "is nested too deeply"
+
+
 def test_each_source_of_the_table_is_marked_or_refused_as_listed() -> None:
     """The table has the marked source, or what is wrong with it and the fix."""
     table = Path(__file__).parents[1] / "data" / "code_tests.jsonl"

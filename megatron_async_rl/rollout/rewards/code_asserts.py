@@ -58,19 +58,25 @@ def prepared(source: str, entry_point: str | None) -> str:
     # ast also ends a line at a carriage return, and marks are placed by its line numbers.
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     try:
-        tree = _small(ast.parse(source))
-        assert isinstance(tree, ast.Module)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        what = f"has {source[:60]!r}, which is not Python: {error}"
-        raise UnfitTest(what, "write it as Python with `assert`") from error
-    try:
-        analysis = _Analysis(tree, entry_point)
+        analysis = _Analysis(_tree_of(source), entry_point)
         analysis.require_calls()
         analysis.require_imports()
         analysis.require_assertion()
         return _marked(source, analysis)
-    except RecursionError as error:
+    # Python's parser raises either of them.
+    except (RecursionError, MemoryError) as error:
         raise UnfitTest("is nested too deeply", "write it as several statements") from error
+
+
+def _tree_of(source: str) -> ast.Module:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        what = f"has {source[:60]!r}, which is not Python: {error}"
+        raise UnfitTest(what, "write it as Python with `assert`") from error
+    small = _small(tree)
+    assert isinstance(small, ast.Module)
+    return small
 
 
 class _Analysis:
