@@ -191,7 +191,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+        self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any
     ) -> None:
         super().__init__(
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
