@@ -43,10 +43,13 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
             _number, signal.default_int_handler if _interrupts else lambda number, frame: None
         )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Collections of garbage took a tenth of the gate's processor time. Tests make little garbage that
+# only the collector frees, and a file's is freed at its end (`_exempt_from_collection`).
+gc.set_threshold(100_000)
 os.environ.setdefault("RAY_worker_niceness", "0")  # as the launcher does
 settings.register_profile(
     "shared-cores",
-    max_examples=examples(100, 30),
+    max_examples=examples(100, 20),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
@@ -118,23 +121,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder())
 
 
-class Backwards(pytest.Dir):
-    """A folder whose files are collected from the last to the first."""
+class Rotated(pytest.Dir):
+    """A folder whose files are collected from another one on by each of xdist's workers."""
 
     def collect(self) -> list[pytest.Item | pytest.Collector]:
-        return [*super().collect()][::-1]
+        found = [*super().collect()]
+        worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        first = len(found) * worker // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        return found[first:] + found[:first]
 
 
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir | None:
-    """Let every other worker collect files backwards.
+    """Let each worker collect files from another one on.
 
     Each worker imports all files. The first to import a module in a fresh checkout compiles it for
     all workers, and workers with the same order would compile each module at the same moment."""
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    if number % 2 == 0:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         return None
-    backwards: pytest.Dir = Backwards.from_parent(parent, path=path)
-    return backwards
+    rotated: pytest.Dir = Rotated.from_parent(parent, path=path)
+    return rotated
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -147,7 +152,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     if hasattr(config, "workerinput"):
         place = {path: n for n, path in enumerate(config.getini("testpaths"))}
-        # The same order on every worker, which collects in its own (`Backwards`).
+        # The same order on every worker, which collects in its own (`Rotated`).
         files = sorted(
             set(map(file_of, items)),
             key=lambda file: (place.get(str(Path(file).parent), len(place)), file),

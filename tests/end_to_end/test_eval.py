@@ -19,6 +19,7 @@ from tests.end_to_end.conftest import HELD_OUT as PROMPTS
 from tests.end_to_end.conftest import LOOP_STEPS as STEPS
 from tests.end_to_end.conftest import PER_PROMPT as SAMPLES
 from tests.end_to_end.workspace import Workspace
+from tests.thorough import thorough
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 
@@ -117,6 +118,7 @@ def test_results_are_metrics_of_a_later_step_under_their_version(
         assert (row["eval/mean"], row["eval/pass@2"]) == (line["mean_reward"], line["pass_at"]["2"])
 
 
+@thorough
 def test_mar_eval_of_the_last_checkpoint_repeats_what_the_run_measured(
     run: Path, again: dict[str, Any]
 ) -> None:
@@ -126,6 +128,7 @@ def test_mar_eval_of_the_last_checkpoint_repeats_what_the_run_measured(
         assert again[key] == measured[key]
 
 
+@thorough
 def test_mar_eval_writes_every_response_with_its_reward(
     again: dict[str, Any], responses: Path
 ) -> None:
@@ -146,6 +149,7 @@ def test_mar_eval_writes_every_response_with_its_reward(
     ]
 
 
+@thorough
 def test_mar_eval_leaves_the_run_as_it_was(run: Path, again: dict[str, Any]) -> None:
     assert len(evaluations(run)) == len(VERSIONS)
     assert sorted(path.name for path in run.glob("eval*")) == [

@@ -19,6 +19,7 @@ from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.segments import load, read_entries
 from tests.end_to_end.conftest import LOOP_STEPS as STEPS
 from tests.sample_history import account
+from tests.thorough import thorough
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 
@@ -176,6 +177,7 @@ def test_the_run_reports_what_each_process_did_and_how_busy_its_engine_was(
     assert sum(row["engine/tokens"][0] for row in rows) >= generated > 0  # type: ignore[attr-defined]
 
 
+@thorough
 def test_a_converted_checkpoint_is_the_exported_model_and_loads_in_transformers(
     interrupted: dict[str, object], converted: Path
 ) -> None:

@@ -29,9 +29,10 @@ from megatron_async_rl.weights.staging import Staging
 from tests.engine.asking import sampled
 from tests.engine.running import buckets, started, stop
 from tests.staged import stage
+from tests.thorough import thorough
 from tests.vllm_process import core_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, thorough]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "countdown"

@@ -18,9 +18,10 @@ from tests.method_settings import CONTROLS
 from tests.parallel import layouts
 from tests.parallel.models import tensors_of
 from tests.parallel.test_export import assert_same
+from tests.thorough import thorough
 
 RUNS = [
-    ("cpu", "bfloat16"),
+    pytest.param("cpu", "bfloat16", marks=thorough),
     pytest.param(DEVICE, "float32", marks=ON_DEVICE),
     pytest.param(DEVICE, "bfloat16", marks=ON_DEVICE),
 ]
@@ -368,6 +369,7 @@ def test_a_checkpoint_of_the_cpu_continues_where_it_ended(device, dtype, figure)
     )
 
 
+@thorough
 def test_the_program_that_compares_families_of_layers_runs_on_a_cpu():
     output = layouts.temporary() / "layers.pt"
     arguments = ["cpu", layouts.material(layouts.MAX_LAYERS), output, "local", "local"]

@@ -137,16 +137,12 @@ OFFERED = {
         "sequence",
         "pipeline",
         "data_distributed_optimizer",
-        "data_replicated_optimizer",
-        "context",
     ),
     "objective_program": chosen(
         ALL_LAYOUTS,
         "single",
-        "sequence",
         "pipeline",
         "data_distributed_optimizer",
-        "data_replicated_optimizer",
         "mixture_single",
         "expert",
     )
@@ -161,12 +157,11 @@ OFFERED = {
         BEFORE_THE_OPTIMIZER,
         "single",
         "sequence",
-        "pipeline",
         "context",
         "mixture_single",
         "expert",
     ),
-    "recompute_program": chosen(BEFORE_THE_OPTIMIZER, "single", "sequence", "pipeline"),
+    "recompute_program": chosen(BEFORE_THE_OPTIMIZER, "single", "sequence"),
     "lora_program": chosen(
         _named(
             "single",
@@ -184,7 +179,6 @@ OFFERED = {
         "single",
         "tensor",
         "sequence",
-        "pipeline",
         "data_distributed_optimizer",
         "mixture_single",
         "expert",
@@ -209,13 +203,11 @@ OFFERED = {
     "reference_program": chosen(
         {name: settings for name, settings in DISTINCT.items() if settings["ranks"] <= 2},
         "single",
-        "pipeline",
         "data_distributed_optimizer",
     ),
     "streamed_program": chosen(
         {name: v for name, v in BEFORE_THE_OPTIMIZER.items() if name != "mixture_single"}
         | _named("data_replicated_optimizer"),
-        "pipeline",
         "data_distributed_optimizer",
         "expert",
     ),

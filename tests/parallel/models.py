@@ -30,10 +30,10 @@ LAYOUTS = chosen(
     "single",
     "sequence",
     "virtual_pipeline",
-    "tensor_pipeline",
     "data",
 )
-"""The gate leaves out two that `tensor_pipeline` has together."""
+"""The gate divides in one dimension at a time. Virtual stages include pipeline stages, and sequence
+parallelism includes tensor parallelism."""
 MIXTURE_LAYOUTS = chosen(
     {
         "mixture_single": {"ranks": 1},
@@ -43,12 +43,11 @@ MIXTURE_LAYOUTS = chosen(
     },
     "mixture_single",
     "expert",
-    "expert_tensor",
 )
 """These run models with experts, the others dense ones."""
 ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS}
 LOADS_FROM = {
-    "single": "tensor_pipeline",
+    "single": "tensor_pipeline" if THOROUGH else "virtual_pipeline",
     "tensor": "sequence",
     "sequence": "",
     "pipeline": "data",

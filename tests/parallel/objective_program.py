@@ -68,7 +68,6 @@ REPLAYS = {
 DECIDING = chosen(
     DISTINCT | MIXTURE_LAYOUTS,
     "single",
-    "sequence",
     "pipeline",
     "data_distributed_optimizer",
     "mixture_single",
@@ -92,7 +91,7 @@ ANOMALOUS = (
 """Layouts that trace one."""
 
 
-UNTIED = chosen(LAYOUTS, "single", "sequence", "pipeline")
+UNTIED = chosen(LAYOUTS, "single", "pipeline")
 """Layouts that measure the gradient of an output layer of its own, too."""
 
 

@@ -31,5 +31,6 @@ import tests.parallel.staged_weights
 # Megatron collects garbage at every save: nothing of the above is any.
 gc.collect()
 gc.freeze()
+gc.set_threshold(100_000)  # as in tests/conftest.py
 # At an orderly end triton's bindings list everything they leaked, after pytest's summary.
 atexit.register(os._exit, 0)

@@ -15,21 +15,26 @@ from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, Refere
 from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.policy.adam_view import gradients_of
 from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save
+from tests.thorough import chosen
 from tests.train_batches import streamed
 
 PARTS = ((3,), (0, 2), (1, 4))
-OBJECTIVES = {
-    "tokens": ObjectiveConfig(),
-    "sequences": ObjectiveConfig(loss="gspo", advantage="rloo"),
-    "other policies": ObjectiveConfig(
-        loss="decoupled_ppo",
-        proximal="ewma",
-        kl=KlConfig(coef=0.1),
-        reference=ReferenceConfig(ema=0.7),
-        entropy_bonus=0.01,
-        aggregation="seq-mean-token-mean",
-    ),
-}
+OBJECTIVES = chosen(
+    {
+        "tokens": ObjectiveConfig(),
+        "sequences": ObjectiveConfig(loss="gspo", advantage="rloo"),
+        "other policies": ObjectiveConfig(
+            loss="decoupled_ppo",
+            proximal="ewma",
+            kl=KlConfig(coef=0.1),
+            reference=ReferenceConfig(ema=0.7),
+            entropy_bonus=0.01,
+            aggregation="seq-mean-token-mean",
+        ),
+    },
+    "sequences",
+    "other policies",
+)
 
 
 def whole(policy, batch):

@@ -17,6 +17,7 @@ from tests.parallel import layouts
 from tests.parallel.fp8_program import layouts_of
 from tests.parallel.ranks import run_ranks
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.parallel
 
@@ -57,6 +58,7 @@ def test_layouts_agree_within_the_rounding_of_a_recipe(layout, recipe):
         assert distance(divided["bfloat16"], usual) < 0.15 * rounding
 
 
+@thorough
 def test_the_program_that_a_gpu_runs_on_divided_models_runs_on_one_rank_of_a_cpu():
     output = layouts.temporary() / "fp8.pt"
     arguments = ["cpu", "blockwise", json.dumps({"ranks": 1}), test_fp8.material(), output]

@@ -42,11 +42,15 @@ LEAN = [name for name in LEAN_LAYOUTS if name in ("single", *PAIRS)]
 WHOLE_HERE = [name for name in WHOLE if name in ("single", *PAIRS)]
 
 
-FOREIGN = {
-    "single": ["uneven"],
-    "data_distributed_optimizer": ["uneven"],
-    "tensor": ["untied"],
-}
+FOREIGN = chosen(
+    {
+        "single": ["uneven"],
+        "data_distributed_optimizer": ["uneven"],
+        "tensor": ["untied"],
+    },
+    "single",
+    "tensor",
+)
 """Checkpoints that every two-rank layout continues from, and the model of each. That a checkpoint
 of any layout holds the same is what one rank shows, with both models."""
 

@@ -17,6 +17,7 @@ from megatron_async_rl.plan.memory import RankMemory, rank_memory
 from megatron_async_rl.plan.model_files import read_model
 from tests.parallel.ranks import run_alone
 from tests.published_models import COMMON, PUBLISHED, QWEN2, write_config
+from tests.thorough import THOROUGH, chosen
 
 pytestmark = pytest.mark.parallel
 
@@ -119,7 +120,7 @@ KEPT: dict[str, tuple[str, list[str]]] = {
 }
 """Small model and overrides, for what the model keeps of one micro-batch of TOKENS, a single sample
 or as named."""
-CASES: dict[str, tuple[str, list[str], list[int]]] = {
+EVERY_CASE: dict[str, tuple[str, list[str], list[int]]] = {
     "tensor, pipeline, data; snapshots": (
         "Qwen3-32B",
         [
@@ -199,8 +200,18 @@ CASES: dict[str, tuple[str, list[str], list[int]]] = {
     ),
 }
 """Model, overrides of a configuration, and ranks to look at."""
+CASES = chosen(
+    EVERY_CASE,
+    "tensor, pipeline, data; snapshots",
+    "adapters; value head, reference",
+    "experts; proximal average",
+    "gradients and moments in bfloat16; measured baseline",
+)
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
-BUILT = ("qwen3_0.6b", "qwen3_8b_colocated", "qwen2.5_32b", "qwen3_30b_a3b")
+BUILT = (
+    "qwen3_8b_colocated",
+    *(("qwen3_0.6b", "qwen2.5_32b", "qwen3_30b_a3b") if THOROUGH else ()),
+)
 """Recipes with layouts that no case above has, and with layers that a CPU has."""
 
 

@@ -50,19 +50,26 @@ def test_the_stored_record_holds_seconds_of_test_files():
     assert all(file.startswith("tests/") and s >= MIN_S for file, s in stored().items())
 
 
-@pytest.mark.parametrize(("worker", "backwards"), [("gw0", False), ("gw1", True)])
-def test_every_other_worker_collects_files_backwards(
+@pytest.mark.parametrize(("worker", "first"), [("gw0", "a"), ("gw1", "b"), ("gw2", "c")])
+def test_each_worker_collects_files_from_another_one_on(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     worker: str,
-    backwards: bool,
+    first: str,
 ) -> None:
-    for name in ("test_a.py", "test_b.py", "program.py"):
+    for name in ("test_a.py", "test_b.py", "test_c.py", "program.py"):
         (tmp_path / name).touch()
     monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
-    made = pytest_collect_directory(tmp_path, request.session)
-    folder = made or pytest.Dir.from_parent(request.session, path=tmp_path)
-    assert (made is not None) == backwards
-    names = [one.name for one in folder.collect()]
-    assert names == (["test_b.py", "test_a.py"] if backwards else ["test_a.py", "test_b.py"])
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
+    folder = pytest_collect_directory(tmp_path, request.session)
+    assert folder is not None
+    names = "".join(one.name.removeprefix("test_")[0] for one in folder.collect())
+    assert names == {"a": "abc", "b": "bca", "c": "cab"}[first]
+
+
+def test_one_process_collects_files_in_their_order(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    assert pytest_collect_directory(tmp_path, request.session) is None

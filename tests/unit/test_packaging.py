@@ -20,6 +20,7 @@ from packaging.utils import NormalizedName, canonicalize_name
 
 from megatron_async_rl.config.problem import shipped
 from megatron_async_rl.plan import doctor
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools.build_meta import build_{0} as build; build(sys.argv[1])"
@@ -304,6 +305,7 @@ def test_a_package_of_the_cpu_lock_finds_there_what_it_asks_for() -> None:
     assert not unfulfilled([one for one in there if one.name not in not_for_text], versions)
 
 
+@thorough
 def test_the_versions_of_the_gpu_image_resolve_together() -> None:
     """The test resolves with uv, because pip fetches whole wheels (2 GB) to read their
     requirements."""
