@@ -31,6 +31,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.cases import same_numbers
 from tests.durations import Recorder, longest_first, stored
+from tests.parallel.ranks import serve_workers
 from tests.thorough import THOROUGH, examples
 
 # A shell's background jobs ignore Ctrl-C, and those of nohup a hang-up. Programs that tests
@@ -117,8 +118,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return
+    if config.getoption("--record-durations"):
         config.pluginmanager.register(Recorder())
+    if getattr(config.option, "numprocesses", None):
+        serve_workers()
 
 
 class Rotated(pytest.Dir):

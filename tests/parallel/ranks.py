@@ -1,10 +1,11 @@
 """Starts ranks on this machine and waits for them; a failure shows the end of what they wrote.
 
-    tests --> a process that has imported Megatron (once) --> fork --> rank 0, rank 1, ...
+    tests --> a server that has imported Megatron (once) --> fork --> rank 0, rank 1, ...
 
 Ranks find each other by the variables that torchrun sets, and are processes as under torchrun, with
 one exception: each would import Megatron there, which takes seconds where most programs of these
-tests take less. Runs of `mar train` use torchrun itself.
+tests take less. Runs of `mar train` use torchrun itself. The workers of pytest-xdist share
+one server.
 """
 
 from __future__ import annotations
@@ -17,13 +18,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 
 from tests.ports import rank_stores
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.parallel.preloaded"])
+SERVER = "MAR_TESTS_FORK_SERVER"
+"""Variable with the address of the server that the process of pytest-xdist has started."""
+
+
+def serve_workers() -> None:
+    """Start the server of the workers, which this process is about to start."""
+    forkserver.ensure_running()
+    os.environ[SERVER] = forkserver._forkserver._forkserver_address
+
+
+class _Served(forkserver.ForkServer):
+    """The server of another process."""
+
+    def ensure_running(self) -> None:
+        """Do nothing: `serve_workers` has started it."""
+
+
+if SERVER in os.environ:
+    forkserver._forkserver.__class__ = _Served
+    forkserver._forkserver._forkserver_address = os.environ[SERVER]
+    # Each fork receives this file, which shows that a server's own process lives.
+    forkserver._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
 
 
 def run_ranks(
