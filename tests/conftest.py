@@ -95,7 +95,7 @@ ENGINES = (
 
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:
-    """Restore the environment, which Ray, engines and ranks of later tests inherit. vLLM, for
+    """Restore the environment, which Ray and engines of later tests inherit. vLLM, for
     instance, adds libraries to LD_PRELOAD when a test makes a config of it."""
     before = dict(os.environ)
     yield
@@ -122,12 +122,12 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if config.getoption("--record-durations"):
         config.pluginmanager.register(Recorder())
-    if getattr(config.option, "numprocesses", None):
+    if getattr(config.option, "numprocesses", None) and not config.option.collectonly:
         serve_workers()
 
 
 class Rotated(pytest.Dir):
-    """A folder whose files are collected from another one on by each of xdist's workers."""
+    """A folder whose collection starts at a different file in each worker of xdist."""
 
     def collect(self) -> list[pytest.Item | pytest.Collector]:
         found = [*super().collect()]
@@ -137,7 +137,7 @@ class Rotated(pytest.Dir):
 
 
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir | None:
-    """Let each worker collect files from another one on.
+    """Let each worker start at a different file.
 
     Each worker imports all files. The first to import a module in a fresh checkout compiles it for
     all workers, and workers with the same order would compile each module at the same moment."""
@@ -180,7 +180,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _exempt_from_collection() -> None:
-    """Exempt all objects that live now from Python's garbage collection.
+    """Exempt all live objects from Python's garbage collection.
 
     Each full collection would walk through the imported libraries, which cost a tenth of the unit
     tests, and through what earlier files left in caches. Megatron collects at every save: the

@@ -42,6 +42,8 @@ pytestmark = pytest.mark.engine
 
 CACHE_BLOCK = 128
 """Tokens per block of vLLM's key-value cache on a CPU."""
+STEP_TOKENS = 2048
+"""Tokens that vLLM computes in one step at most, without a setting."""
 TOO_SLOW = f"no reward within rollout.reward.timeout_s: {REWARD_S:g}"
 FAILURES = {
     "raises": "KeyError: 'answer'",
@@ -78,6 +80,16 @@ def drawn(engines: Engines, sampling: str, prompts: list[Prompt], n: int) -> lis
     """Return `n` responses of KEEP to each prompt."""
     groups = engines.groups(KEEP, prompts, n, sampling=sampling)
     return [sample for group in groups for sample in group]
+
+
+def test_prompts_that_exceed_the_token_budget_of_a_step_all_get_responses(
+    engines: Engines,
+) -> None:
+    """If vLLM split the prompt at the end of its token budget, its seeded sampler on the CPU would
+    raise."""
+    prompts = [prompt_of(50, seed) for seed in range(90)]
+    assert sum(len(prompt.token_ids) for prompt in prompts) > 2 * STEP_TOKENS
+    assert len(drawn(engines, SHORT, prompts, 1)) == len(prompts)
 
 
 @pytest.mark.parametrize("name", ["cut", "penalised"])

@@ -50,6 +50,7 @@ import pytest
 from tests.mutation.executed import PYTEST, RECORDER, ExecutedFunctions, among, recorded
 from tests.mutation.mutants import Mutant, package_mutants, sample
 from tests.mutation.nearest import FOLDERS, PROCESSES, ImportMap
+from tests.parallel.ranks import SERVER
 
 # Threads of libraries would not exist after a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -528,6 +529,7 @@ def main() -> int:
     drawn = sample(mutants, options.count, options.seed)
     _become_subreaper()
     os.environ.pop("MAR_TESTS", None)  # the tests of the gate, without those marked `thorough`
+    os.environ.pop(SERVER, None)  # the server has imported another checkout
     # A shell that starts this in the background has SIGINT ignored, and tests that press Ctrl-C
     # would wait forever.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -137,6 +137,7 @@ OFFERED = {
         "sequence",
         "pipeline",
         "data_distributed_optimizer",
+        "data_replicated_optimizer",
     ),
     "objective_program": chosen(
         ALL_LAYOUTS,
@@ -203,6 +204,7 @@ OFFERED = {
     "reference_program": chosen(
         {name: settings for name, settings in DISTINCT.items() if settings["ranks"] <= 2},
         "single",
+        "pipeline",
         "data_distributed_optimizer",
     ),
     "streamed_program": chosen(
@@ -222,9 +224,11 @@ The gate divides a program's samples or model in the ways that its facts depend 
 ranks as that takes: tensor-parallel ranks with sequence parallelism, which also cut activations;
 two pipeline stages; a distributed optimizer, which also cuts parameters. Pairs of dimensions on
 four ranks are `objective_program`'s: the gradient there is whole, so what a later part of the step
-makes of it depends on one dimension at a time. In the gate, interleaved stages train in
-test_wide_layouts.py and test_differential.py, and are saved, loaded and exported in
-test_checkpoint.py and test_export.py.
+makes of it depends on one dimension at a time. A program runs on those that it depends on. Other
+files of the gate have pipeline stages with packed rows, streamed groups and value heads
+(test_wide_layouts.py), with recomputation (test_model_families.py) and with adapters and references
+(test_differential.py). Interleaved stages train in test_wide_layouts.py and test_differential.py,
+and are saved, loaded and exported in test_checkpoint.py and test_export.py.
 """
 
 

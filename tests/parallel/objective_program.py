@@ -74,7 +74,8 @@ DECIDING = chosen(
     "expert",
 )
 """Layouts that decide on whole batches. Decisions come before the optimizer step, so the gate
-leaves out layouts that differ only in the optimizer, and layouts of four ranks."""
+leaves out layouts that differ only in the optimizer. It also leaves out tensor-parallel layouts,
+whose ranks have the same log-probs, and layouts of four ranks."""
 WHOLE_BATCH = ("m2po", "bapo", *DENSE_OBJECTIVES)
 SKIPPING = (
     ("single", "tensor_pipeline", "mixture_single", "expert_tensor")
@@ -219,7 +220,7 @@ def measured_gradients(rank: Rank, model: str, a: str, b: str) -> dict:
 
 def models_of(layout: str) -> tuple[str, ...]:
     """Whose gradient is measured. The one with experts is tied, too; what is not tied is counted
-    like any parameter, so one dimension at a time shows it."""
+    like any parameter, so one dimension at a time shows it, and in the gate the pipeline alone."""
     if layout.startswith(("mixture", "expert")):
         return ("mixture",)
     return ("tied", "untied") if layout in UNTIED else ("tied",)

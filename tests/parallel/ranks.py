@@ -10,6 +10,7 @@ one server.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -21,32 +22,48 @@ from collections.abc import Sequence
 from multiprocessing import connection, forkserver
 from pathlib import Path
 
+import psutil
+
 from tests.ports import rank_stores
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.parallel.preloaded"])
 SERVER = "MAR_TESTS_FORK_SERVER"
-"""Variable with the address of the server that the process of pytest-xdist has started."""
+"""Variable with the process and the address of the server that the controller of pytest-xdist has
+started."""
 
 
 def serve_workers() -> None:
-    """Start the server of the workers, which this process is about to start."""
+    """Start the server of all workers of pytest-xdist; call it before they start."""
     forkserver.ensure_running()
-    os.environ[SERVER] = forkserver._forkserver._forkserver_address
+    started = forkserver._forkserver
+    os.environ[SERVER] = f"{started._forkserver_pid} {started._forkserver_address}"
 
 
-class _Served(forkserver.ForkServer):
-    """The server of another process."""
+class _Client(forkserver.ForkServer):
+    """Client of a server that another process started."""
+
+    def use(self, server: str) -> None:
+        pid, self._forkserver_address = server.split(" ", 1)
+        self._server = int(pid)
+        # The server ends when nobody holds the write end of its pipe, which the other process does.
+        # The protocol also sends that end to each fork; these receive a file in its place.
+        self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
 
     def ensure_running(self) -> None:
-        """Do nothing: `serve_workers` has started it."""
+        """Start a server of this process's own if the other has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(self._server).status() != psutil.STATUS_ZOMBIE:
+                return
+        os.close(self._forkserver_alive_fd)
+        self._forkserver_address = self._forkserver_alive_fd = None
+        self.__class__ = forkserver.ForkServer
+        self.ensure_running()
 
 
 if SERVER in os.environ:
-    forkserver._forkserver.__class__ = _Served
-    forkserver._forkserver._forkserver_address = os.environ[SERVER]
-    # Each fork receives this file, which shows that a server's own process lives.
-    forkserver._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+    forkserver._forkserver.__class__ = _Client
+    forkserver._forkserver.use(os.environ[SERVER])
 
 
 def run_ranks(

@@ -96,7 +96,7 @@ def same(one: dict, other: dict) -> bool:
 
 def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     # Attention as of longer rows, which keeps more than its inputs in bfloat16, too. That of short
-    # rows is recomputed in tests/gpu/test_train_step.py.
+    # rows is recomputed in tests/gpu/test_train_step.py, in bfloat16 in `make test-all`.
     attention.SHORT_KEYS = 0
     rank = Rank(material, parallel, output.with_suffix(".scratch"))
     mixture = output.stem.startswith(("mixture", "expert"))

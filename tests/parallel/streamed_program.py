@@ -32,7 +32,7 @@ OBJECTIVES = chosen(
             aggregation="seq-mean-token-mean",
         ),
     },
-    "sequences",
+    "tokens",
     "other policies",
 )
 

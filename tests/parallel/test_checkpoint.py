@@ -19,7 +19,9 @@ pytestmark = pytest.mark.parallel
 
 FOREIGN = [layout for layout in ALL_LAYOUTS if LOADS_FROM[layout]]
 CONVERTED = [
-    name for name in ("tensor_pipeline", "sequence", "data", "expert") if name in ALL_LAYOUTS
+    name
+    for name in ("tensor_pipeline", "virtual_pipeline", "data", "expert")
+    if name in ALL_LAYOUTS
 ]
 
 

@@ -1,5 +1,5 @@
 """Log-probs of the reference and of the proximal policy are those of the weights they name, on
-every parallel layout."""
+parallel layouts."""
 
 import pytest
 import torch

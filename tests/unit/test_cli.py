@@ -93,7 +93,7 @@ def test_folders_that_are_not_what_a_command_reads_or_writes_are_refused(tmp_pat
 def test_convert_names_the_folder_that_it_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """tests/end_to_end converts a real checkpoint."""
+    """tests/end_to_end converts a real checkpoint in `make test-all`."""
     made = SimpleNamespace(convert=lambda checkpoint, out: out.mkdir())
     monkeypatch.setitem(sys.modules, "megatron_async_rl.weights.convert", made)
     out = tmp_path / "out"

@@ -51,7 +51,7 @@ def test_the_stored_record_holds_seconds_of_test_files():
 
 
 @pytest.mark.parametrize(("worker", "first"), [("gw0", "a"), ("gw1", "b"), ("gw2", "c")])
-def test_each_worker_collects_files_from_another_one_on(
+def test_each_worker_starts_its_collection_at_a_different_file(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
