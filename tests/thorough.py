@@ -3,8 +3,8 @@
 The gate runs every kind of test on cases that can each fail independently. `make test-all` adds
 tests that take long and rarely find more: all pairs of layouts, methods and damages, whole runs
 with other settings or lost engines, a controller whose engines join, leave and die, `mar eval` and
-`mar convert` of the checkpoint of a run, training steps in bfloat16, programs of GPU tests on a CPU,
-several machines, Slurm and the tables of studies.
+`mar convert` of the checkpoint of a run, training steps in bfloat16, programs of GPU tests on a
+CPU, several machines, Slurm and the tables of studies.
 """
 
 from __future__ import annotations

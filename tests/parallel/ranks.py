@@ -46,8 +46,8 @@ class _Client(forkserver.ForkServer):
     def use(self, server: str) -> None:
         pid, self._forkserver_address = server.split(" ", 1)
         self._server = int(pid)
-        # The server ends when nobody holds the write end of its pipe, which the other process does.
-        # The protocol also sends that end to each fork; these receive a file in its place.
+        # The server ends when no process holds the write end of its pipe, which the other process
+        # does. The protocol also sends that end to each fork; these receive a file in its place.
         self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
 
     def ensure_running(self) -> None:
