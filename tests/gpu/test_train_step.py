@@ -1,6 +1,6 @@
 """Whole training steps on one CUDA device (loss, backward, GAC, clipping, Adam), compared with the
-CPU's in float32. Statements that the CPU alone can
-prove with the same program run everywhere; those about bfloat16 on a CPU, in `make test-all`."""
+CPU's in float32. Statements that the CPU alone can prove with the same program run everywhere;
+those about bfloat16 on a CPU run in `make test-all`."""
 
 from __future__ import annotations
 

@@ -207,8 +207,7 @@ CASES = chosen(
     "experts; proximal average",
     "gradients and moments in bfloat16; measured baseline",
 )
-"""The gate leaves out interleaved stages, context parallelism and tied embeddings on two stages,
-which take seconds each to build."""
+"""The gate leaves out interleaved stages, context parallelism and tied embeddings on two stages."""
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 BUILT = (
     "qwen3_8b_colocated",
