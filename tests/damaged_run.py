@@ -18,6 +18,7 @@ from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, RECORD_FILE
 from megatron_async_rl.policy.digested_folder import DIGESTS, StoredFile, described
 from megatron_async_rl.samples.frames import read_mark
 from megatron_async_rl.watchdog.events import Status, write_status
+from tests.json_lines import write_lines
 from tests.logged_samples import logged_run
 from tests.written_run import write_run
 
@@ -82,10 +83,6 @@ def save(config: Config, step: int) -> Path:
     (folder / "about.json").write_text(described(about, stored))
     (folder.parent / "latest").write_text(folder.name)
     return folder
-
-
-def write_lines(file: Path, rows: list[dict[str, object]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def remove(path: Path) -> None:

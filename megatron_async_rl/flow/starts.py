@@ -3,8 +3,7 @@
 A step was made by the last line, in the order of the file, of an earlier step: a resume repeats
 steps after its checkpoint, and the lines of starts that made these before are no longer used.
 
-Invariant: a damaged line is reported. Each line has a digest of its other values under DIGEST;
-lines of earlier versions have none.
+Invariant: a damaged line is reported, because each line has a checksum.
 """
 
 from __future__ import annotations
@@ -15,16 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatron_async_rl.config.durable import digest, reading
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.settings_model import Strict
-from megatron_async_rl.metrics.json_lines import cut_lines, not_a_line
+from megatron_async_rl.metrics.json_lines import cut_lines, read_line, with_checksum
 
 FILE = "starts.jsonl"
 CUT_FILE = "starts.cut.jsonl"
-DIGEST = "digest"
 
 
 class Start(Strict):
@@ -62,9 +58,8 @@ def record_start(run_dir: Path, start: Start) -> None:
     starts.cut.jsonl."""
     cut_lines(run_dir / FILE, run_dir / CUT_FILE, lambda _: True)
     with open(run_dir / FILE, "a", encoding="utf-8") as file:
-        values = start.model_dump(mode="json")
-        line = json.dumps({**values, DIGEST: _digest(values)}, allow_nan=False)
-        file.write(line + "\n")
+        line = json.dumps(start.model_dump(mode="json"), allow_nan=False)
+        file.write(with_checksum(line) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -83,24 +78,8 @@ def read_starts(run_dir: Path) -> list[Start]:
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not line.endswith(b"\n"):
             break
-        where = f"{path}:{number}"
-        try:
-            values = dict(json.loads(line))
-            expected = values.pop(DIGEST, None)
-            found.append(Start.model_validate_json(json.dumps(values)))
-        except ValidationError as error:
-            fault = error.errors()[0]
-            why = f"{'.'.join(map(str, fault['loc']))} {fault['msg']}".strip()
-            raise not_a_line(where, "a start of a run", why) from error
-        except (TypeError, ValueError, RecursionError) as error:
-            raise not_a_line(where, "a start of a run", error) from error
-        if expected is not None and expected != _digest(values):
-            raise not_a_line(where, "a start of a run", "its values do not have its digest")
+        found.append(read_line(line, f"{path}:{number}", Start, "a start of a run"))
     return found
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    return digest(json.dumps(values).encode())
 
 
 def start_of_step(starts: list[Start], step: int) -> Start | None:

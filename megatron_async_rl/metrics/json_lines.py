@@ -1,23 +1,26 @@
-"""Files of JSON lines: reading while they grow, reading from the end, and cutting the end.
+"""Files of JSON lines: reading while they grow, reading from the end, cutting the end, and the
+checksum of a line.
 
 Invariants:
 - a reader returns each line once, when it is complete, and in blocks, so that it never holds all
   lines of a long run. If the file is replaced or cut (by a resume), the reader starts from the
   beginning and reports the restart;
-- lines that are cut off the end of a file are appended to another file.
+- lines that are cut off the end of a file are appended to another file;
+- a flipped bit in a line with a checksum is reported. Lines of earlier versions have none.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
-from megatron_async_rl.config.durable import reading, unreadable
+from megatron_async_rl.config.durable import DIGEST_BYTES, digest, reading, unreadable
 from megatron_async_rl.config.problem import UserError
 
 BLOCK_BYTES = 2**22
@@ -25,6 +28,37 @@ LONGEST_LINE = 2**26
 """Limit for a line in bytes, above the size of any evaluation."""
 CHECKED_BYTES = 4096
 """Number of bytes before the current position that a reader compares to detect another file."""
+CHECKSUM = "checksum"
+EARLIER_CHECKSUM = "digest"
+"""Key of the checksum in lines of starts.jsonl that an earlier version wrote."""
+_DIGITS = 2 * DIGEST_BYTES
+_LAST = re.compile(rb', "([^"]*)": "([^"]{%d})"\}$' % _DIGITS)
+"""Last key and value of a line, if the value has the length of a checksum."""
+_HEXADECIMAL = re.compile(rb"[0-9a-f]+")
+
+
+def with_checksum(line: str) -> str:
+    """Return a line with a checksum as its last value. `line`: a JSON object with at least one
+    value, without a line break."""
+    return f'{line[:-1]}, "{CHECKSUM}": "{digest(line.encode())}"}}'
+
+
+def without_checksum(line: bytes) -> bytes:
+    """Return the JSON object that `with_checksum` received, or a line without a checksum unchanged;
+    the line break is removed. Raises ValueError if the line does not have its checksum."""
+    line = line.rstrip(b"\r\n")
+    last = _LAST.search(line, max(0, len(line) - 2 * _DIGITS))
+    if last is None:
+        return line
+    key, value = last[1].decode(errors="replace"), last[2]
+    named = key in (CHECKSUM, EARLIER_CHECKSUM)
+    # One flipped bit changes the key or the value, so the other one still shows the checksum.
+    if not named and not _HEXADECIMAL.fullmatch(value):
+        return line
+    values = line[: last.start()] + b"}"
+    if not named or digest(values).encode() != value:
+        raise ValueError("its values do not match its checksum")
+    return values
 
 
 def cut_lines(path: Path, cut_file: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
@@ -68,7 +102,7 @@ def cut_lines(path: Path, cut_file: Path, keeps: Callable[[dict[str, Any]], bool
 def is_kept(line: bytes, keeps: Callable[[dict[str, Any]], bool]) -> bool:
     """Return `keeps` of the line's JSON object; False for a damaged line."""
     try:
-        return keeps(json.loads(line))
+        return keeps(json.loads(without_checksum(line)))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False
 
@@ -201,12 +235,20 @@ def read_lines[Line: BaseModel](path: Path, kind: type[Line], noun: str) -> Iter
     with reading(path):
         for lines, _ in GrowingFile(path).blocks():
             for place, line in lines:
-                try:
-                    yield kind.model_validate_json(line)
-                except ValidationError as error:
-                    fault = error.errors()[0]
-                    why = f"{'.'.join(map(str, fault['loc']))} {fault['msg']}".strip()
-                    raise not_a_line(f"{path}:{place}", noun, why) from error
+                yield read_line(line, f"{path}:{place}", kind, noun)
+
+
+def read_line[Line: BaseModel](line: bytes, where: str, kind: type[Line], noun: str) -> Line:
+    """Return a line as a `kind`. where: path and number of the line. Raises UserError for a line
+    that is not a `noun`, or that does not match its checksum."""
+    try:
+        return kind.model_validate_json(without_checksum(line))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        why = f"{'.'.join(map(str, fault['loc']))} {fault['msg']}".strip()
+        raise not_a_line(where, noun, why) from error
+    except ValueError as error:
+        raise not_a_line(where, noun, error) from error
 
 
 def not_a_line(where: str, noun: str, why: object) -> UserError:

@@ -2,7 +2,8 @@
 that has such tokens. `mar verify` compares them by depth, engine and version.
 
     {"step": 12, "tokens": [0, 0, 96, 32], "sums": [0, 0, 1e-05, 4e-06],   by depth bucket
-     "ids": ["88-0", ...], "means": [1.1e-07, ...]}                        by sample
+     "ids": ["88-0", ...], "means": [1.1e-07, ...],                        by sample
+     "checksum": ...}
 
 Bucket i has the tokens with 2^i to 2^(i + 1) - 1 tokens before them. Written by rank 0. A resume
 moves the lines of the steps that it will repeat to lag0.cut.jsonl.
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_async_rl.config.settings_model import Strict
-from megatron_async_rl.metrics.json_lines import cut_lines, read_lines
+from megatron_async_rl.metrics.json_lines import cut_lines, read_lines, with_checksum
 
 FILE = "lag0.jsonl"
 CUT_FILE = "lag0.cut.jsonl"
@@ -56,7 +57,7 @@ class Lag0Log:
             "ids": list(ids),
             "means": [_short(value) for value in means],
         }
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(with_checksum(json.dumps(line)) + "\n")
         # Readers follow the file while the run continues.
         self._file.flush()
 

@@ -1,7 +1,8 @@
 """`RUN/loads.jsonl`: the digest of the weights in an engine's memory, for each version that the
 engine loaded. `mar verify` compares it with the trainer's digest in metrics.jsonl and starts.jsonl.
 
-    {"version": 3, "engine": 0, "digest": "0f1e2d3c4b5a6978", "tensors": 22, "time": 1790000000.0}
+    {"version": 3, "engine": 0, "digest": "0f1e2d3c4b5a6978", "tensors": 22, "time": 1790000000.0,
+     "checksum": ...}
 
 Written by the controller before the engine may sample. A resume moves the lines of the versions
 that it will load again to loads.cut.jsonl.
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_async_rl.config.settings_model import Strict
-from megatron_async_rl.metrics.json_lines import cut_lines, read_lines
+from megatron_async_rl.metrics.json_lines import cut_lines, read_lines, with_checksum
 
 FILE = "loads.jsonl"
 CUT_FILE = "loads.cut.jsonl"
@@ -55,7 +56,7 @@ class LoadLog:
             time=round(time.time(), 3),
         )
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(load.model_dump()) + "\n")
+            file.write(with_checksum(json.dumps(load.model_dump())) + "\n")
 
 
 def read_loads(run_dir: Path) -> Iterator[WeightLoad]:

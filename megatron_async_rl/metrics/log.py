@@ -8,6 +8,7 @@ Invariants:
   `metrics.cut.jsonl` and `eval.cut.jsonl`. It reads no further back than the last line to keep;
 - the log writes only keys of the catalogue, each with a value of its kind; the sinks (TensorBoard,
   Prometheus, trackers) receive the same numbers;
+- each line has a checksum, so that a reader reports a flipped bit;
 - the next line of metrics.jsonl contains an evaluation; TensorBoard shows it at the evaluated
   version, which may be several steps older;
 - if another version of this package logged a value of another kind under the same name, the reader
@@ -40,6 +41,8 @@ from megatron_async_rl.metrics.json_lines import (
     is_kept,
     lines_backwards,
     not_a_line,
+    with_checksum,
+    without_checksum,
 )
 from megatron_async_rl.metrics.sinks import Sink
 from megatron_async_rl.metrics.trackers import BackgroundSink
@@ -118,7 +121,7 @@ class MetricsLog:
             line[WEIGHTS] = weights
         line |= {name: _as_json(value) for name, value in (checked | self._evaluated).items()}
         # `_as_json` has converted values that are not finite, so json finds none.
-        text = json.dumps(line, allow_nan=False)
+        text = with_checksum(json.dumps(line, allow_nan=False))
         self._file.write(text + "\n")
         # Flush, because readers follow the file while the run continues.
         self._file.flush()
@@ -173,7 +176,7 @@ def digests_of_steps(run_dir: Path) -> dict[int, str]:
             found.clear()
         for place, line in lines:
             try:
-                row = json.loads(line)
+                row = json.loads(without_checksum(line))
                 if WEIGHTS in row:
                     found[int(row["step"])] = str(row[WEIGHTS])
             except (ValueError, TypeError, KeyError) as error:
@@ -276,7 +279,7 @@ class MetricsReader:
     def _row(self, line: bytes, line_number: int) -> MetricRow:
         """Return the row of a line. Raises UserError for an invalid line."""
         try:
-            row: MetricRow = json.loads(line)
+            row: MetricRow = json.loads(without_checksum(line))
             # Text, and no metric: `digests_of_steps` reads it.
             row.pop(WEIGHTS, None)
             # Skip plain numbers, which are valid: a long run has millions of them.
@@ -402,7 +405,7 @@ class EvalLog:
         """Append the line of one evaluation. `result`: plain JSON values with a `version`."""
         line = {"version": result["version"], "time": round(time.time(), 3), **result}
         with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.write(with_checksum(json.dumps(line, allow_nan=False)) + "\n")
 
 
 class _Evaluation(BaseModel):
@@ -430,7 +433,7 @@ class EvaluationReader:
     def _read(self, line: bytes, line_number: int) -> dict[str, Any]:
         where = self._file.where(line_number)
         try:
-            result: dict[str, Any] = json.loads(line)
+            result: dict[str, Any] = json.loads(without_checksum(line))
             _Evaluation.model_validate(result)
         except ValidationError as error:
             fault = error.errors()[0]

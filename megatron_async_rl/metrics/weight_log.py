@@ -1,8 +1,8 @@
 """`RUN/weights.jsonl`: eight bits of each tensor's digest for every version of the weights, which
 name the tensors that differ between two runs. metrics.jsonl has the digest of the whole version.
 
-    {"step": 0, "names": ["lm_head.weight", ...]}       before the first line of a process
-    {"step": 12, "tensors": "<base64, a byte per name>"}
+    {"step": 0, "names": ["lm_head.weight", ...], "checksum": ...}   before a process's first line
+    {"step": 12, "tensors": "<base64, a byte per name>", "checksum": ...}
 
 Written by rank 0. A resume cuts the lines of the steps that it will repeat.
 """
@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.durable import reading
-from megatron_async_rl.metrics.json_lines import cut_lines, not_a_line
+from megatron_async_rl.metrics.json_lines import (
+    cut_lines,
+    not_a_line,
+    with_checksum,
+    without_checksum,
+)
 
 FILE = "weights.jsonl"
 CUT_FILE = "weights.cut.jsonl"
@@ -46,7 +51,7 @@ class WeightLog:
         self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(with_checksum(json.dumps(line)) + "\n")
         # Readers follow the file while the run continues.
         self._file.flush()
 
@@ -95,7 +100,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if not line.endswith(b"\n"):  # being written
                     return
                 try:
-                    yield place, dict(json.loads(line))
+                    yield place, dict(json.loads(without_checksum(line)))
                 except (TypeError, ValueError) as error:
                     raise not_a_line(f"{path}:{place}", "digests of tensors", error) from error
     except FileNotFoundError:

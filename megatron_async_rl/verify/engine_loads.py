@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from megatron_async_rl.config.problem import UserError, number_of
 from megatron_async_rl.metrics.load_log import WeightLoad, read_loads
 from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
-from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
+from megatron_async_rl.verify.scorecard import ScorecardRow, absent, damaged, row
 
 NAME = "weights in engines"
 BOUND = "every load has the trainer's digest"
@@ -27,7 +27,7 @@ class EngineLoads(RunCheck):
 
     def __init__(self, records: RunRecords) -> None:
         self._records = records
-        self._fault = ""
+        self._damage: UserError | None = None
 
     def result(self) -> Iterable[ScorecardRow]:
         records = self._records
@@ -50,7 +50,7 @@ class EngineLoads(RunCheck):
         try:
             yield from read_loads(self._records.run_dir)
         except UserError as error:
-            self._fault = f"{error.problems[0].key} {error.problems[0].what}"
+            self._damage = error
 
     def _row(self, expected: Mapping[int, Set[str]]) -> ScorecardRow:
         wrong = Places()
@@ -69,9 +69,11 @@ class EngineLoads(RunCheck):
                     f"engine {load.engine}, version {load.version}: digest {load.digest}, and the"
                     f" trainer's is {' or '.join(sorted(digests))}"
                 )
+        if not count and self._damage:
+            return damaged(NAME, self._damage, BOUND)
         if not count:
             why = "no loads.jsonl with digests: an earlier version made the run"
-            return absent(NAME, self._fault or why, BOUND, REMEDY)
+            return absent(NAME, why, BOUND, REMEDY)
         value = (
             f"{number_of('load', count)} of {number_of('version', len(versions))} by"
             f" {number_of('engine', len(engines))}"
@@ -80,6 +82,10 @@ class EngineLoads(RunCheck):
             value = f"{wrong.count} of {value} differ"
         if unknown:
             value += f"; {unknown} that have no digest of the trainer"
-        # A damaged line ends the reading: the lines before it are evidence.
-        value += f"; {self._fault}" * bool(self._fault)
+        if self._damage:
+            found = damaged(NAME, self._damage, BOUND, value)
+            if not wrong:
+                return found
+            # Wrong weights before the damaged line need their own remedy.
+            value = found.value
         return row(NAME, value, BOUND, not wrong, REMEDY, wrong.first)

@@ -21,7 +21,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import MetricRow, number
 from megatron_async_rl.metrics.weight_log import WeightLines
 from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
-from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
+from megatron_async_rl.verify.scorecard import ScorecardRow, absent, damaged, row
 
 MOVED, FINITE = "parameters that move", "finite gradients"
 MIN_CHANGES = 4
@@ -75,8 +75,7 @@ class MovedTensors(RunCheck):
                     changes += bool(differs.any())
                 before = now
         except UserError as error:
-            why = f"{error.problems[0].key} {error.problems[0].what}"
-            yield absent(MOVED, why, MOVED_BOUND, MOVED_REMEDY)
+            yield damaged(MOVED, error, MOVED_BOUND)
             return
         if changes < MIN_CHANGES:
             why = (

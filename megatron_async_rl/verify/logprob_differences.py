@@ -25,7 +25,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.metrics.lag0_log import Lag0Line, read_lag0
 from megatron_async_rl.verify.run_check import RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import EndedSample
-from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
+from megatron_async_rl.verify.scorecard import ScorecardRow, absent, damaged, row
 
 EPSILONS = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 FP8_EPSILON = 2.0**-5
@@ -106,7 +106,7 @@ class LogprobDifferences(RunCheck):
         self._config = records.config
         self._rounding = rounding(records.config)
         self._lines = self._read()
-        self._fault = ""
+        self._damage: UserError | None = None
         self._open: dict[int, Mapping[str, float]] = {}
         self._newest = 0
         self._by_depth, self._by_engine, self._by_version = _Cells(), _Cells(), _Cells()
@@ -116,7 +116,7 @@ class LogprobDifferences(RunCheck):
         try:
             yield from read_lag0(self._records.run_dir)
         except UserError as error:
-            self._fault = f"{error.problems[0].key} {error.problems[0].what}"
+            self._damage = error
 
     def _advance(self, step: int | None) -> None:
         """Read lines up to `step`; None: all."""
@@ -150,16 +150,21 @@ class LogprobDifferences(RunCheck):
         self._advance(None)
         why = self._absence()
         if self._tokens < MIN_TOKENS:
-            yield absent(EVIDENCE, why, EVIDENCE_BOUND, EVIDENCE_REMEDY)
+            if self._damage:
+                yield damaged(EVIDENCE, self._damage, EVIDENCE_BOUND)
+            else:
+                yield absent(EVIDENCE, why, EVIDENCE_BOUND, EVIDENCE_REMEDY)
             for kind, name in NAMES.items():
                 yield absent(name, "no evidence at lag 0", "", REMEDIES[kind])
             return
         versions = self._by_version.means()
         newest = f", the newest at step {self._newest}"
         value = f"{self._tokens:,} tokens in {number_of('step', self._steps)}{newest}"
-        # A damaged line ends the reading: the lines before it are evidence.
-        value += f"; {self._fault}" * bool(self._fault)
-        yield row(EVIDENCE, value, EVIDENCE_BOUND, True, EVIDENCE_REMEDY)
+        # A damaged line ends the reading: the other rows use the lines before it.
+        if self._damage:
+            yield damaged(EVIDENCE, self._damage, EVIDENCE_BOUND, value)
+        else:
+            yield row(EVIDENCE, value, EVIDENCE_BOUND, True, EVIDENCE_REMEDY)
         yield self._mean_row()
         yield self._cells_row(
             "depth", self._by_depth.means(), lambda one: f"depths {2**one} to {2 ** (one + 1) - 1}"
@@ -169,8 +174,6 @@ class LogprobDifferences(RunCheck):
         yield self._trend_row(list(versions.values()))
 
     def _absence(self) -> str:
-        if self._fault:
-            return self._fault
         if not self._config.has_engines:
             return "a supervised run has no engines"
         if not (self._records.run_dir / "lag0.jsonl").exists():

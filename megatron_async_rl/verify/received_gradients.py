@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.coverage_record import FILE, read_coverage
 from megatron_async_rl.verify.run_check import RunCheck
-from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
+from megatron_async_rl.verify.scorecard import ScorecardRow, absent, damaged, row
 
 RECEIVED, BOUND = "gradients received", "every trainable parameter has had a gradient"
 REMEDY = (
@@ -29,8 +29,7 @@ class ReceivedGradients(RunCheck):
         try:
             found = read_coverage(self._run_dir)
         except UserError as error:
-            why = f"{error.problems[0].key} {error.problems[0].what}"
-            yield absent(RECEIVED, why, BOUND, REMEDY)
+            yield damaged(RECEIVED, error, BOUND)
             return
         if found is None:
             why = (

@@ -15,7 +15,7 @@ import psutil
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.flow.starts import read_starts
 from megatron_async_rl.metrics.log import read_metrics
-from megatron_async_rl.metrics.weight_log import tensors_of_step
+from megatron_async_rl.metrics.weight_log import WeightLines
 from tests.chaos.live_run import LiveRun
 
 PROCESSES: Mapping[str, str] = {
@@ -158,7 +158,7 @@ class DamageFault:
         readers: dict[str, Callable[[], object]] = {
             "metrics.jsonl": lambda: read_metrics(run.directory),
             "starts.jsonl": lambda: read_starts(run.directory),
-            "weights.jsonl": lambda: tensors_of_step(run.directory, 1),
+            "weights.jsonl": lambda: list(WeightLines(run.directory)),
         }
         try:
             readers.get(self.file, int)()

@@ -28,6 +28,7 @@ from megatron_async_rl.replay import repetition
 from megatron_async_rl.replay.repetition import Comparison, compare
 from megatron_async_rl.replay.replay_plan import stretches
 from megatron_async_rl.samples.recorded import RecordedBatches
+from tests.json_lines import read_objects, write_lines
 from tests.loop.one_process import Crash, OneProcess
 from tests.loop.replays import ASYNCHRONOUS, killed_and_resumed, repeated, replaying, run
 
@@ -68,17 +69,17 @@ def test_a_replay_starts_from_the_checkpoint_before_its_first_step(resumed: Path
 def test_a_step_with_other_weights_is_named(resumed: Path) -> None:
     file = resumed / "metrics.jsonl"
     text = file.read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = read_objects(file)
     lines[3]["weights"] = "0" * 16
     try:
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(file, lines)
         code, shown = repeated(resumed)
         assert code == 1
         assert shown.endswith("step 4 is the first whose weights differ from the run's\n")
         # The bits of one tensor of the same step.
         weights = resumed / "weights.jsonl"
         bits = weights.read_text()
-        weights.write_text(_with_other_tensor(bits, step=4, number=2))
+        write_lines(weights, _with_other_tensor(read_objects(weights), step=4, number=2))
         try:
             code, shown = repeated(resumed)
         finally:
@@ -87,7 +88,7 @@ def test_a_step_with_other_weights_is_named(resumed: Path) -> None:
         assert f"step 4 is the first whose weights differ from the run's: tensor {name} of" in shown
         for line in lines:
             line.pop("weights", None)
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(file, lines)
         code, shown = repeated(resumed)
         assert code == 1
         assert "6 steps have no digest in the run's metrics" in shown
@@ -96,13 +97,14 @@ def test_a_step_with_other_weights_is_named(resumed: Path) -> None:
         file.write_text(text)
 
 
-def _with_other_tensor(text: str, *, step: int, number: int) -> str:
-    lines = [json.loads(line) for line in text.splitlines()]
+def _with_other_tensor(
+    lines: list[dict[str, Any]], *, step: int, number: int
+) -> list[dict[str, Any]]:
     (line,) = (one for one in lines if one.get("step") == step)
     bits = bytearray(base64.b64decode(line["tensors"]))
     bits[number] ^= 1
     line["tensors"] = base64.b64encode(bits).decode()
-    return "".join(json.dumps(one) + "\n" for one in lines)
+    return lines
 
 
 def test_a_step_that_was_not_logged_before_a_crash_is_not_repeated(
@@ -165,8 +167,9 @@ def test_a_damaged_file_of_the_run_is_named_before_a_step_or_next_to_the_result(
         patch.setattr(repetition, "launch", lambda *_: pytest.fail("a step was repeated"))
         with pytest.raises(UserError, match=r"metrics\.jsonl:1"):
             repeated(run_dir, first=6)
-    (digest,) = (json.loads(line)["weights"] for line in lines[5:])
-    metrics.write_text(whole.replace(digest, "0" * 16))
+    metrics.write_text(whole)
+    rows = read_objects(metrics)
+    write_lines(metrics, [*rows[:5], rows[5] | {"weights": "0" * 16}])
     weights.write_text("{damaged\n")
     code, shown = repeated(run_dir, first=6)
     assert (code, shown.splitlines()[-1]) == (
@@ -421,8 +424,8 @@ def test_a_setting_that_changes_no_number_is_no_what_if_analysis(
     run_dir = tmp_path / "run"
     shutil.copytree(resumed, run_dir)
     metrics = run_dir / "metrics.jsonl"
-    digest = digests_of_steps(run_dir)[6]
-    metrics.write_text(metrics.read_text().replace(digest, "0" * 16))
+    rows = read_objects(metrics)
+    write_lines(metrics, [*rows[:5], rows[5] | {"weights": "0" * 16}])
     code, shown = repeated(run_dir, "watchdog.timeout_s=900", first=6)
     assert "step 6 is the first whose weights differ" in shown
     assert code == 1

@@ -59,6 +59,7 @@ def test_a_step_is_one_line_on_disk_when_log_returns(tmp_path: Path) -> None:
     )
     (line,) = lines_of(tmp_path / "metrics.jsonl")
     assert line.pop("time") > 1.7e9  # type: ignore[operator]
+    assert len(str(line.pop("checksum"))) == 32
     assert line == {
         "step": 1,
         "version": 1,

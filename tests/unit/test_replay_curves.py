@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from megatron_async_rl.report.page import page_of
 from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.report import write_report
 from megatron_async_rl.report.run_data import RunReader, read_run
+from tests.json_lines import read_objects, write_lines
 from tests.unit.test_report import sampled_run
 
 LR = "policy.optimizer.lr=0.003"
@@ -199,13 +199,12 @@ def test_a_growing_replay_changes_the_state_of_the_run(tmp_path: Path) -> None:
     assert len(reader.read().replays[0].rows) == 4
     seen.add(reader.fingerprint())
     file = folder / "part_2" / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    with file.open("a") as more:
-        more.write(json.dumps(json.loads(lines[-1]) | {"step": 7}) + "\n")
+    rows = read_objects(file)
+    write_lines(file, [*rows, rows[-1] | {"step": 7}])
     seen.add(reader.fingerprint())
     assert len(reader.read().replays[0].rows) == 5
     # A replay that was started again.
-    file.write_text(lines[0])
+    write_lines(file, rows[:1])
     assert len(reader.read().replays[0].rows) == 3
     seen.add(reader.fingerprint())
     assert len(seen) == 4

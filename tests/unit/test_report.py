@@ -30,6 +30,7 @@ from megatron_async_rl.report.report import tick, write_report
 from megatron_async_rl.report.run_data import ReportError, read_run, span
 from megatron_async_rl.report.timeline_window import timeline_window
 from megatron_async_rl.watchdog.events import Event, Status, write_status
+from tests.json_lines import read_objects, write_lines
 
 CONFIG = {
     "model": {"path": "/models/<tiny>", "dtype": "float32"},
@@ -75,12 +76,12 @@ def sampled_run(run_dir: Path, steps: int, config: dict[str, object] | None = No
 def test_a_report_accepts_rows_without_some_metrics(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "demo", 6)
     file, rare = run / "metrics.jsonl", ("ratio/logp_diff_lag0_max", "clip/positive", "reward/std")
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = read_objects(file)
     for row in rows[1:]:
         for name in ("ratio/ess_ratio", "lag/histogram", "tokens/generated", "engine/busy_share"):
             row.pop(name, None)
     rows[3] |= dict.fromkeys(rare, 0.5)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     assert all(path.exists() for path in write_report(run))
     curves = {
         curve.name: list(curve.y)
@@ -93,12 +94,12 @@ def test_a_report_accepts_rows_without_some_metrics(tmp_path: Path) -> None:
 def test_a_missing_largest_lag_is_not_shown(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "demo", 4)
     file = run / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = read_objects(file)
     shown = {}
     for key in ("", "lag/max", "lag/histogram"):
         for row in rows:
             row.pop(key, None)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(file, rows)
         shown_page = page(run)
         assert "None" not in re.sub(r"<script.*?</script>", "", shown_page, flags=re.DOTALL)
         shown[key] = re.findall(
@@ -145,10 +146,8 @@ def fleet_run(run_dir: Path, steps: int, *, dropped: bool = True) -> Path:
         log.log(step, {**engines, **trained, **others, **(drops if dropped and step % 2 else {})})
     log.close()
     file = run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text(
-        "".join(json.dumps(row | {"time": 1000.0 + 10.0 * row["step"]}) + "\n" for row in rows)
-    )
+    rows = read_objects(file)
+    write_lines(file, [row | {"time": 1000.0 + 10.0 * row["step"]} for row in rows])
     spans = {
         "rank 0": (("waiting", "batch", 4.0), ("training", "", 6.0)),
         "engine-0": (("busy", "", 9.0), ("loading", "", 1.0)),
@@ -462,9 +461,9 @@ def test_anomalies_are_marked_on_the_curves_and_listed(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "demo", 12)
     without = page(run)
     file = run / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = read_objects(file)
     rows[6] |= {"policy/grad_anomaly": 856.0}
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     whole = page(run)
     title = "Gradient far outside the run's history"
     detail = "856 times the median of the last steps"

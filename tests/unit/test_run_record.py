@@ -34,8 +34,8 @@ from tests.damaged_run import (
     permissions_count,
     remove,
     save,
-    write_lines,
 )
+from tests.json_lines import write_lines
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from megatron_async_rl.report.samples import SampleQuery, choose, print_samples,
 from megatron_async_rl.samples.frames import FOLDER, MARK_FILE, OPEN, path_of
 from megatron_async_rl.samples.types import Sample
 from tests.cases import looped
+from tests.json_lines import read_objects, write_lines
 from tests.logged_samples import GROUP, STEPS, logged_run, row, sample
 from tests.unit.test_report import sampled_run
 
@@ -326,9 +327,9 @@ def test_the_error_for_an_invalid_line_names_its_number(
 def test_metrics_logged_with_another_kind_are_omitted_and_named(tmp_path: Path) -> None:
     """Every line has a number that is a list in this version, and a list that is a number."""
     path = damaged(tmp_path) / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_objects(path)
     other = {"reward/mean": [0.5, 1.0], "lag/histogram": 3.0, "engine/versions": 4}
-    path.write_text("".join(json.dumps(line | other) + "\n" for line in lines))
+    write_lines(path, [line | other for line in lines])
     result = report(tmp_path)
     assert result.exit_code == 0, result.output
     page = (tmp_path / "report.html").read_text()

@@ -17,7 +17,6 @@ from rich.console import Console
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.data.prompt_texts import questions
-from megatron_async_rl.flow.starts import DIGEST
 from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.metrics.load_log import LoadLog
 from megatron_async_rl.policy.digested_folder import DIGESTS, StoredFile, described, files_of
@@ -40,6 +39,7 @@ from tests.healthy_run import (
     scheduled,
     write_healthy_run,
 )
+from tests.json_lines import read_objects, write_lines
 from tests.mar_command import mar
 from tests.stored_pages import RecordedConsole, require_page
 
@@ -384,12 +384,8 @@ def test_a_changed_data_set_is_found(sound: Scorecard, tmp_path: Path) -> None:
 
 def test_an_edited_line_of_metrics_breaks_the_chain(copied: Path, sound: Scorecard) -> None:
     file = copied / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text(
-        "".join(
-            [*lines[:-1], lines[-1].replace('"policy/grad_norm": 1.0', '"policy/grad_norm": 2.0')]
-        )
-    )
+    rows = read_objects(file)
+    write_lines(file, [*rows[:-1], rows[-1] | {"policy/grad_norm": 2.0}])
     card = verified(copied)
     assert {one.name for one in card.failed} == {"chain of weights"}
     require_changes("faults/an_edited_line_of_metrics", card, sound)
@@ -397,9 +393,9 @@ def test_an_edited_line_of_metrics_breaks_the_chain(copied: Path, sound: Scoreca
 
 def test_a_resume_from_other_weights_breaks_the_chain(copied: Path, sound: Scorecard) -> None:
     file = copied / "starts.jsonl"
-    again = json.loads(file.read_text()) | {"step": 8, "weights": "e" * 16}
-    del again[DIGEST]
-    file.write_text(file.read_text() + json.dumps(again) + "\n")
+    (first,) = read_objects(file)
+    again = first | {"step": 8, "weights": "e" * 16}
+    write_lines(file, [first, again])
     card = verified(copied)
     assert {one.name for one in card.failed} == {"chain of weights"}
     require_changes("faults/a_resume_from_other_weights", card, sound)
@@ -502,13 +498,11 @@ def test_a_run_of_an_earlier_version_has_absent_rows(copied: Path, sound: Scorec
     for name in ("loads.jsonl", "lag0.jsonl", "starts.jsonl", "weights.jsonl"):
         (copied / name).unlink()
     metrics = copied / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = read_objects(metrics)
     dropped = ("weights", "policy/nonfinite", "policy/lr", "policy/entropy")
-    metrics.write_text(
-        "".join(
-            json.dumps({key: value for key, value in line.items() if key not in dropped}) + "\n"
-            for line in lines
-        )
+    write_lines(
+        metrics,
+        [{key: value for key, value in line.items() if key not in dropped} for line in lines],
     )
     shutil.rmtree(copied / "checkpoint")
     card = verified(copied)
@@ -516,16 +510,12 @@ def test_a_run_of_an_earlier_version_has_absent_rows(copied: Path, sound: Scorec
     require_changes("records/an_earlier_version", card, sound)
 
 
-def test_damaged_records_make_their_rows_absent_and_are_named(
-    copied: Path, sound: Scorecard
-) -> None:
+def test_damaged_records_fail_their_rows_and_are_named(copied: Path, sound: Scorecard) -> None:
     for name in ("loads.jsonl", "lag0.jsonl", "weights.jsonl"):
         with open(copied / name, "a") as file:
             file.write("{}\n")
     (copied / "without_gradient.json").write_text("{}")
-    card = verified(copied)
-    assert card.failed == ()
-    require_changes("records/damaged_records", card, sound)
+    require_changes("records/damaged_records", verified(copied), sound)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
@@ -541,7 +531,8 @@ def test_a_directory_that_is_not_a_run_is_refused(copied: Path, name: str) -> No
 def test_the_report_shows_the_scorecard_with_failed_rows_first(copied: Path) -> None:
     assert scorecard_section(copied / "samples") == ""
     loads = copied / "loads.jsonl"
-    loads.write_text(loads.read_text().replace("0000000000000005", "<f00000000000005"))
+    rows = read_objects(loads)
+    write_lines(loads, [rows[0] | {"digest": "<f00000000000005"}, *rows[1:]])
     verified(copied)
     section = scorecard_section(copied)
     assert " 1 failed, " in section
@@ -560,7 +551,8 @@ def test_the_command_prints_the_scorecard_and_its_json(copied: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "30 checks: 30 passed, 0 failed, 0 absent" in shown.stdout
     loads = copied / "loads.jsonl"
-    loads.write_text(loads.read_text().replace("0000000000000005", "f000000000000005"))
+    rows = read_objects(loads)
+    write_lines(loads, [rows[0] | {"digest": "f" * 16}, *rows[1:]])
     failed = mar("verify", copied, "--json", "-", folder=copied)
     assert failed.returncode == 1
     assert json.loads(failed.stdout)["verdict"] == "failed"
@@ -599,9 +591,9 @@ def test_a_scorecard_on_a_terminal_is_the_one_on_its_page() -> None:
 def test_records_that_are_gone_leave_the_others_of_use(copied: Path, sound: Scorecard) -> None:
     # A start whose settings are gone, loads of a version without a digest, and no tokenizer.
     file = copied / "starts.jsonl"
-    again = json.loads(file.read_text()) | {"step": 8, "weights": f"{8:016x}", "config": "gone"}
-    del again[DIGEST]
-    file.write_text(file.read_text() + json.dumps(again) + "\n")
+    (first,) = read_objects(file)
+    again = first | {"step": 8, "weights": f"{8:016x}", "config": "gone"}
+    write_lines(file, [first, again])
     loads = LoadLog(copied)
     for version in (STEPS + 1, STEPS, STEPS + 2):
         loads.record(version, 7, f"{version:016x}", 5)

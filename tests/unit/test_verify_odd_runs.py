@@ -26,13 +26,13 @@ from megatron_async_rl.verify import verified_run
 from megatron_async_rl.verify.canary_checks import NORMAL_LIMIT, probability_score
 from megatron_async_rl.verify.data_checks import DataUnchanged
 from megatron_async_rl.verify.duplicate_responses import DuplicateResponses
-from megatron_async_rl.verify.engine_loads import EngineLoads
+from megatron_async_rl.verify.engine_loads import REMEDY, EngineLoads
 from megatron_async_rl.verify.log_integrity import LogIntegrity
 from megatron_async_rl.verify.reward_hacks import RewardHacks
 from megatron_async_rl.verify.run_check import RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import EndedSample, SampleBlock, SampleFacts
 from megatron_async_rl.verify.sampling_entropy import SamplingEntropy
-from megatron_async_rl.verify.scorecard import RowVerdict, ScorecardRow
+from megatron_async_rl.verify.scorecard import RESTORE, RowVerdict, ScorecardRow
 from megatron_async_rl.verify.verified_run import read_records, verify_run
 from tests.healthy_run import STEPS, Alterations, scheduled, write_healthy_run
 from tests.written_run import write_run
@@ -284,13 +284,15 @@ def replace_start(start: Any, **changes: Any) -> Any:
 
 
 def test_a_damaged_line_of_loads_keeps_the_evidence_before_it(copied: Path) -> None:
-    loads = LoadLog(copied)
-    loads.record(STEPS, 0, "b" * 16, 5)
-    with open(copied / "loads.jsonl", "a") as file:
-        file.write('{"version": 12, "eng{"version": 13}\n')
-    found = only(EngineLoads(read_records(copied)))
-    assert found.verdict is RowVerdict.FAILED
-    assert "loads.jsonl:" in found.value
+    whole = (copied / "loads.jsonl").read_text()
+    for digest, remedy in ((f"{STEPS:016x}", RESTORE), ("b" * 16, REMEDY)):
+        (copied / "loads.jsonl").write_text(whole)
+        LoadLog(copied).record(STEPS, 0, digest, 5)
+        with open(copied / "loads.jsonl", "a") as file:
+            file.write('{"version": 12, "eng{"version": 13}\n')
+        found = only(EngineLoads(read_records(copied)))
+        assert (found.verdict, found.remedy) == (RowVerdict.FAILED, remedy)
+        assert "loads.jsonl:" in found.value
 
 
 @pytest.mark.parametrize(
