@@ -33,6 +33,7 @@ from megatron_async_rl.watchdog.events import out_of_memory
 from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import find_cause, tail
 from megatron_async_rl.watchdog.processes import condition, descendants
+from megatron_async_rl.watchdog.stall import waits_of
 from megatron_async_rl.watchdog.watch import answer_of
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
@@ -158,9 +159,12 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
                 if engine.node == ray.get_runtime_context().get_node_id():
                     engine.processes = await actor.__ray_call__.remote(_processes)
     except TimeoutError:
+        # The log of an engine that waits for user code does not name that code.
+        waits = waits_of(spec.log_dir.parent, spec.name)
         engine.kill()
         limit = f"rollout.start_timeout_s: {limit_s:g}"
-        raise _failure(spec, f"did not start within {limit}") from None
+        text = f"did not start within {limit}" + "".join(f"; it {one}" for one in waits)
+        raise _failure(spec, text) from None
     except Exception as error:
         engine.kill()
         raise _failure(spec, f"did not start: {type(error).__name__}: {error}", error) from error

@@ -5,8 +5,10 @@ leaves."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -388,8 +390,14 @@ def test_a_failed_start_has_the_end_of_the_log_and_leaves_no_process(
         placed.results = {"start": asyncio.get_running_loop().create_future()}
         await start_engine(spec, again=True)
 
+    name = "the reward score to be imported"
+    wait = {"kind": "wait", "name": name, "since_s": 200.0, "deadline_s": 300.0}
+    state = {"name": spec.name, "pid": 1, "host": "", "time": time.time(), "activities": [wait]}
+    (tmp_path / "watch").mkdir()
+    (tmp_path / "watch" / f"{spec.name}.json").write_text(json.dumps(state))
+    limit = r"did not start within rollout\.start_timeout_s: 0\.05"
     with pytest.raises(
-        EngineStartError, match=r"did not start within rollout\.start_timeout_s: 0\.0"
+        EngineStartError, match=rf"{limit}; it waits for {name} \(2\d+\.\d of 300 s\)"
     ):
         asyncio.run(hangs())
     assert placed.calls[-1] == "kill"
