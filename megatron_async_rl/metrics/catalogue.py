@@ -702,7 +702,7 @@ Every line has:
 | `version` | | Weight version that this step produced, from the previous version. |
 | `time` | Unix seconds | Time of writing, after the step and any evaluation that it waited for. |
 | `weights` | | Digest, in hexadecimal, of the weights after this step ([replay](replay.md)). |
-| `checksum` | | Digest of the line up to this key, with which readers detect a damaged line. |
+| `checksum` | | BLAKE3 digest (16 bytes) of the line without this key, to detect damage. |
 
 A line omits the keys that do not apply to its step (the reward in a supervised run, the cosine in
 the first step). A value that is not finite is the string `"nan"`, `"inf"` or `"-inf"`, because JSON

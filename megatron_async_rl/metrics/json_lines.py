@@ -6,7 +6,10 @@ Invariants:
   lines of a long run. If the file is replaced or cut (by a resume), the reader starts from the
   beginning and reports the restart;
 - lines that are cut off the end of a file are appended to another file;
-- a flipped bit in a line with a checksum is reported. Lines of earlier versions have none.
+- a flipped bit in a line with a checksum is reported, except in the last line break of a file: the
+  line then looks like one that a crash truncated. Lines of earlier versions have no checksum;
+- a damaged line stays in its file, where readers report it. Only a last line that is not JSON, as
+  after a crash, is cut off.
 """
 
 from __future__ import annotations
@@ -32,9 +35,14 @@ CHECKSUM = "checksum"
 EARLIER_CHECKSUM = "digest"
 """Key of the checksum in lines of starts.jsonl that an earlier version wrote."""
 _DIGITS = 2 * DIGEST_BYTES
-_LAST = re.compile(rb', "([^"]*)": "([^"]{%d})"\}$' % _DIGITS)
+_LAST = re.compile(rb',\s*"([^"]*)"\s*:\s*"([^"]{%d})"\s*\}\s*$' % _DIGITS)
 """Last key and value of a line, if the value has the length of a checksum."""
 _HEXADECIMAL = re.compile(rb"[0-9a-f]+")
+_ELSEWHERE = re.compile(rb'[{,]\s*"%s"\s*:' % CHECKSUM.encode())
+
+
+class ChecksumMismatch(ValueError):
+    """A line does not match its checksum."""
 
 
 def with_checksum(line: str) -> str:
@@ -45,10 +53,13 @@ def with_checksum(line: str) -> str:
 
 def without_checksum(line: bytes) -> bytes:
     """Return the JSON object that `with_checksum` received, or a line without a checksum unchanged;
-    the line break is removed. Raises ValueError if the line does not have its checksum."""
+    the line break is removed. Raises ChecksumMismatch."""
     line = line.rstrip(b"\r\n")
     last = _LAST.search(line, max(0, len(line) - 2 * _DIGITS))
     if last is None:
+        # Another program may have sorted the keys.
+        if _ELSEWHERE.search(line):
+            raise ChecksumMismatch("its checksum is not its last value")
         return line
     key, value = last[1].decode(errors="replace"), last[2]
     named = key in (CHECKSUM, EARLIER_CHECKSUM)
@@ -57,7 +68,7 @@ def without_checksum(line: bytes) -> bytes:
         return line
     values = line[: last.start()] + b"}"
     if not named or digest(values).encode() != value:
-        raise ValueError("its values do not match its checksum")
+        raise ChecksumMismatch("its values do not match its checksum")
     return values
 
 
@@ -100,9 +111,10 @@ def cut_lines(path: Path, cut_file: Path, keeps: Callable[[dict[str, Any]], bool
 
 
 def is_kept(line: bytes, keeps: Callable[[dict[str, Any]], bool]) -> bool:
-    """Return `keeps` of the line's JSON object; False for a damaged line."""
+    """Return `keeps` of the line's JSON object, whatever its checksum; False for a line that is
+    not JSON."""
     try:
-        return keeps(json.loads(without_checksum(line)))
+        return keeps(json.loads(line))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False
 
@@ -253,7 +265,10 @@ def read_line[Line: BaseModel](line: bytes, where: str, kind: type[Line], noun: 
 
 def not_a_line(where: str, noun: str, why: object) -> UserError:
     """Return the error for an invalid line at `where`, which should be a `noun`."""
-    return UserError.of(where, f"is not {noun}: {why}", "remove that line")
+    fix = "restore the file from a copy, or remove that line"
+    if isinstance(why, ChecksumMismatch):
+        fix = "restore the file from a copy; if the line was edited on purpose, remove its checksum"
+    return UserError.of(where, f"is not {noun}: {why}", fix)
 
 
 def file_stamp(path: Path) -> tuple[int, int, int] | None:

@@ -36,6 +36,7 @@ from megatron_async_rl.config.schema import ObserveConfig
 from megatron_async_rl.metrics.catalogue import METRICS, Metric, MetricsError, Value, find_metric
 from megatron_async_rl.metrics.json_lines import (
     LONGEST_LINE,
+    ChecksumMismatch,
     GrowingFile,
     cut_lines,
     is_kept,
@@ -156,14 +157,20 @@ class MetricsLog:
 
 def digest_of_step(run_dir: Path, step: int) -> str | None:
     """Return the digest of the line of `step`, as `MetricsLog.sync` does; None if there is no such
-    line. Raises UserError, FileNotFoundError."""
+    line. Raises UserError, also for a line that does not match its checksum; FileNotFoundError."""
     path = run_dir / FILE
     with reading(path), open(path, "rb") as file:
         # Read from the end, so that a resume reads no further back than its checkpoint.
         for _, line in lines_backwards(file):
             if is_kept(line, lambda entry: int(entry["step"]) <= step):
-                whole = is_kept(line, lambda entry: int(entry["step"]) == step)
-                return digest(line.rstrip(b"\r\n")) if whole else None
+                if not is_kept(line, lambda entry: int(entry["step"]) == step):
+                    return None
+                try:
+                    without_checksum(line)
+                except ChecksumMismatch as error:
+                    where = f"{path}, step {step}"
+                    raise not_a_line(where, "a line of metrics", error) from error
+                return digest(line.rstrip(b"\r\n"))
     return None
 
 

@@ -33,6 +33,7 @@ from megatron_async_rl.watchdog.events import out_of_memory
 from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import find_cause, tail
 from megatron_async_rl.watchdog.processes import condition, descendants
+from megatron_async_rl.watchdog.progress_monitor import ProcessState, read_states
 from megatron_async_rl.watchdog.stall import waits_of
 from megatron_async_rl.watchdog.watch import answer_of
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
@@ -149,6 +150,8 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
         .remote(spec)
     )
     engine, limit_s = RemoteEngine(actor), spec.rollout.start_timeout_s
+    # The state of a former engine with this name stays until the new one replaces it.
+    before = _last_state(spec)
     try:
         with watch.doing("wait", f"{spec.name} to start", limit_s):
             async with asyncio.timeout(limit_s):
@@ -159,12 +162,13 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
                 if engine.node == ray.get_runtime_context().get_node_id():
                     engine.processes = await actor.__ray_call__.remote(_processes)
     except TimeoutError:
-        # The log of an engine that waits for user code does not name that code.
-        waits = waits_of(spec.log_dir.parent, spec.name)
         engine.kill()
-        limit = f"rollout.start_timeout_s: {limit_s:g}"
-        text = f"did not start within {limit}" + "".join(f"; it {one}" for one in waits)
-        raise _failure(spec, text) from None
+        what = f"did not start within rollout.start_timeout_s: {limit_s:g}"
+        # The log of an engine that waits for user code does not name that code.
+        last = _last_state(spec)
+        if last is not None and last != before:
+            what += "".join(f"; it {one}" for one in waits_of(last))
+        raise _failure(spec, what) from None
     except Exception as error:
         engine.kill()
         raise _failure(spec, f"did not start: {type(error).__name__}: {error}", error) from error
@@ -173,6 +177,10 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
         engine.kill()
         raise
     return cast(Engine, engine)
+
+
+def _last_state(spec: EngineSpec) -> ProcessState | None:
+    return next((one for one in read_states(spec.log_dir.parent) if one.name == spec.name), None)
 
 
 def _processes(actor: object) -> list[tuple[int, float]]:

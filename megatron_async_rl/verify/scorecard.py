@@ -2,7 +2,7 @@
 
 Invariants:
 - a row without data is ABSENT with the reason; it never passes with a value of 0;
-- a row whose record is damaged is FAILED, because nothing is known about the rest of the record;
+- a row whose own record cannot be read is FAILED, because the rest of the record is unknown;
 - the verdict is text in the table, so that it does not depend on colours;
 - one failed row makes the exit code 1; absent rows do not.
 """
@@ -23,7 +23,6 @@ from megatron_async_rl.config.problem import UserError
 
 SHOWN_DETAILS = 5
 """Number of details of a row that the table shows; the JSON has all."""
-RESTORE = "restore the file from a copy; or remove the damaged line, and the row covers the others"
 MAX_DETAILS = 20
 """Number of details that a check collects: the first places of a fault are enough to find it."""
 
@@ -77,11 +76,11 @@ def absent(name: str, why: str, bound: str, remedy: str) -> ScorecardRow:
 
 
 def damaged(name: str, error: UserError, bound: str, read: str = "") -> ScorecardRow:
-    """Return the row of a check whose record is damaged. error: the reader's, whose only problem
-    names the file. read: the value of what was read before the damage."""
+    """Return the row of a check whose record cannot be read. error: of the reader; its only problem
+    names the file and the fix. read: the value of what was read before."""
     problem = error.problems[0]
     why = f"{problem.key} {problem.what}"
-    return row(name, f"{read}; {why}" if read else why, bound, False, RESTORE)
+    return row(name, f"{read}; {why}" if read else why, bound, False, problem.fix)
 
 
 def one_line(error: Exception) -> str:

@@ -7,7 +7,9 @@ Invariants:
 - nothing in the run directory changes, except `verify.json`;
 - memory does not grow with the number of samples: only samples whose outcome was not read yet are
   kept, with `selection: replay` the newest KNOWN_SAMPLES, and a check keeps sums;
-- damage is reported in the row `sample log`, with its file, and everything else is still checked.
+- damage of samples, checkpoints and records of one row fails that row, which names the file, and
+  everything else is still checked. Every row needs config.yaml, metrics.jsonl and starts.jsonl, so
+  damage of these ends the command with an error that names the file.
 """
 
 from __future__ import annotations

@@ -132,15 +132,10 @@ def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -
     gather(run_dir, f"{message} ({notes})." if notes else f"{message}.", still_s=timeout_s)
 
 
-def waits_of(run_dir: Path, name: str) -> list[str]:
-    """Return what the process `name` waits for, such as "waits for a batch (9.5 of 60 s)", the
-    longest wait first."""
-    return [
-        _activity(one, max(0.0, time.time() - state.time))
-        for state in read_states(run_dir)
-        if state.name == name
-        for one in state.of_kind("wait")
-    ]
+def waits_of(state: ProcessState) -> list[str]:
+    """Return what a process waited for at its last heartbeat, such as "waits for a batch (9.5 of 60
+    s)", the longest wait first."""
+    return [_activity(one, 0.0) for one in state.of_kind("wait")]
 
 
 def read_summary(run_dir: Path) -> str | None:

@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -386,21 +385,32 @@ def test_a_failed_start_has_the_end_of_the_log_and_leaves_no_process(
         assert (failed.value.out_of_memory, failed.value.phase) == (memory, "generate")
         assert placed.calls[-1] == "kill"
 
-    async def hangs() -> None:
-        placed.results = {"start": asyncio.get_running_loop().create_future()}
-        await start_engine(spec, again=True)
-
     name = "the reward score to be imported"
     wait = {"kind": "wait", "name": name, "since_s": 200.0, "deadline_s": 300.0}
-    state = {"name": spec.name, "pid": 1, "host": "", "time": time.time(), "activities": [wait]}
-    (tmp_path / "watch").mkdir()
-    (tmp_path / "watch" / f"{spec.name}.json").write_text(json.dumps(state))
+    state = {"name": spec.name, "pid": 1, "host": "", "time": 1.0, "activities": [wait]}
+    file = tmp_path / "watch" / f"{spec.name}.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(state))
+
+    async def hangs(heartbeat: float) -> None:
+        placed.results = {"start": asyncio.get_running_loop().create_future()}
+        starting = asyncio.ensure_future(start_engine(spec, again=True))
+        await asyncio.sleep(0)
+        file.write_text(json.dumps(state | {"time": heartbeat}))
+        await starting
+
     limit = r"did not start within rollout\.start_timeout_s: 0\.05"
     with pytest.raises(
-        EngineStartError, match=rf"{limit}; it waits for {name} \(2\d+\.\d of 300 s\)"
+        EngineStartError, match=rf"{limit}; it waits for {name} \(200\.0 of 300 s\)\n"
     ):
-        asyncio.run(hangs())
+        asyncio.run(hangs(2.0))
+    # No heartbeat since the start: the state is that of the former engine.
+    with pytest.raises(EngineStartError, match=rf"{limit}\n"):
+        asyncio.run(hangs(2.0))
     assert placed.calls[-1] == "kill"
+    # Both starts kept an old log or found none.
+    for old in spec.log_dir.glob(f"{spec.log.name}.*"):
+        old.rename(old.with_suffix(".1"))
     # The old log was kept under the next free number.
     (spec.log_dir / f"{spec.log.name}.9x").touch()
     (spec.log_dir / f"{spec.log.name}.7").touch()

@@ -34,6 +34,7 @@ from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.report.timeline_panel import merge_short
 from megatron_async_rl.samples.types import Sample
 from tests.browser import BROWSER, DRIVER, MISSING, browser
+from tests.json_lines import read_objects, write_lines
 from tests.logged_samples import GROUP, STEPS, logged_run
 from tests.unit.test_recorded import STARTS, remove, run_of_several_segments
 from tests.unit.test_replay_curves import replayed
@@ -361,11 +362,13 @@ def test_the_page_works_in_a_browser_on_a_phone_and_with_a_dark_theme(tmp_path: 
     config = CONFIG | {"rollout": {"reward": parts}}
     runs = [sampled_run(tmp_path / "plain", 12, config), fleet_run(tmp_path / "fleet", 12)]
     metrics = runs[1] / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace("1110.0", "1119.0"), encoding="utf-8")
+    rows = read_objects(metrics)
+    (late,) = (row for row in rows if row["time"] == 1110.0)
+    late["time"] = 1119.0
+    write_lines(metrics, rows)
     for path in (run / "metrics.jsonl" for run in runs):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        near = [line | {"ratio/ess_ratio": 1 - 1e-6 * line["step"]} for line in lines]
-        path.write_text("".join(json.dumps(line) + "\n" for line in near))
+        rows = read_objects(path)
+        write_lines(path, [row | {"ratio/ess_ratio": 1 - 1e-6 * row["step"]} for row in rows])
     logged_run(runs[1], lambda one: replace(one, text=HOSTILE))
     (runs[1] / "simulation.json").write_text(json.dumps(PREDICTED))
     replayed(runs[1], "1", "policy.optimizer.lr=0.003", different=4)

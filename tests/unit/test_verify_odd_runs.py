@@ -32,7 +32,7 @@ from megatron_async_rl.verify.reward_hacks import RewardHacks
 from megatron_async_rl.verify.run_check import RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import EndedSample, SampleBlock, SampleFacts
 from megatron_async_rl.verify.sampling_entropy import SamplingEntropy
-from megatron_async_rl.verify.scorecard import RESTORE, RowVerdict, ScorecardRow
+from megatron_async_rl.verify.scorecard import RowVerdict, ScorecardRow
 from megatron_async_rl.verify.verified_run import read_records, verify_run
 from tests.healthy_run import STEPS, Alterations, scheduled, write_healthy_run
 from tests.written_run import write_run
@@ -285,7 +285,8 @@ def replace_start(start: Any, **changes: Any) -> Any:
 
 def test_a_damaged_line_of_loads_keeps_the_evidence_before_it(copied: Path) -> None:
     whole = (copied / "loads.jsonl").read_text()
-    for digest, remedy in ((f"{STEPS:016x}", RESTORE), ("b" * 16, REMEDY)):
+    restore = "restore the file from a copy, or remove that line"
+    for digest, remedy in ((f"{STEPS:016x}", restore), ("b" * 16, REMEDY)):
         (copied / "loads.jsonl").write_text(whole)
         LoadLog(copied).record(STEPS, 0, digest, 5)
         with open(copied / "loads.jsonl", "a") as file:
