@@ -7,7 +7,7 @@ Invariants:
   beginning and reports the restart;
 - lines that are cut off the end of a file are appended to another file;
 - a flipped bit in a line with a checksum is reported, except in the last line break of a file: the
-  line then looks like one that a crash truncated. Lines of earlier versions have no checksum;
+  last line then looks truncated by a crash. Lines of earlier versions have no checksum;
 - a damaged line stays in its file, where readers report it. Only a last line that is not JSON, as
   after a crash, is cut off.
 """
