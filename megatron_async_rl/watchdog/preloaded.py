@@ -22,7 +22,6 @@ This file imports only the standard library, because Ray starts it as a program 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import select
@@ -47,6 +46,8 @@ PARENT = "MAR_ENGINE_PARENT"
 """See `watchdog.processes.PARENT`."""
 PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
 
+ANSWER_S = 5.0
+"""Time limit for the answer of a server that may have ended."""
 MAX_DESCRIPTORS = 253
 """Limit of the kernel for one message."""
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -158,8 +159,17 @@ def has_ended(kind: ForkServerKind) -> bool:
     if address is None:
         return False
     with socket.socket(socket.AF_UNIX) as connection:
-        # A server that is busy with its imports accepts the connection later.
-        return connection.connect_ex(address) in (errno.ECONNREFUSED, errno.ENOENT)
+        connection.settimeout(ANSWER_S)
+        try:
+            # Wait for an answer: the kernel ends the forked processes with the server's main
+            # thread, but the socket accepts connections until its other threads have ended.
+            _send(connection, address, {"started_by": []}, ())
+            return not connection.recv(1)
+        # A server that is busy with its imports, or stopped, answers later.
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
 
 
 def _send(

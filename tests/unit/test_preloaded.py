@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from multiprocessing import context
@@ -154,6 +155,25 @@ def test_a_process_whose_server_is_gone_counts_as_killed() -> None:
     theirs.close()  # with a byte unread, which resets the connection
     process = preloaded.Process(ours, os.getpid())
     assert process.wait() == process.returncode == -signal.SIGKILL
+
+
+def test_a_server_has_ended_once_it_leaves_a_request_unanswered(
+    here: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not preloaded.has_ended("engines")
+    monkeypatch.chdir(tmp_path)  # a short name for the socket
+    monkeypatch.setenv(f"{preloaded.VARIABLE}ENGINES", "server")
+    assert preloaded.has_ended("engines")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("server")
+        server.listen()
+        # A server whose main thread has ended: its socket closes after it accepted the connection.
+        closing = threading.Thread(target=lambda: server.accept()[0].close())
+        closing.start()
+        assert preloaded.has_ended("engines")
+        closing.join()
+        monkeypatch.setattr(preloaded, "ANSWER_S", 0.05)
+        assert not preloaded.has_ended("engines"), "it is busy with its imports"
 
 
 def test_a_request_that_no_server_accepts_starts_nothing(here: str, tmp_path: Path) -> None:
