@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import resource
 import socket
 import struct
 import subprocess
@@ -55,6 +54,7 @@ from megatron_async_rl.watchdog.events import Status, write_status
 from tests.cases import looped
 from tests.forked import python
 from tests.tiny_models import save_tiny_model
+from tests.unit.test_import_rules import HEAVY
 from tests.written_run import write_model, write_run
 
 LAPTOP = Machine(cores=2, memory=16 * GIB, shared_memory=2 * GIB, gpus=())
@@ -1025,18 +1025,17 @@ def test_the_engine_cache_is_counted_in_tokens_of_the_models_dtype(file):
     assert engine.cache_tokens == MIB // engine.bytes_per_token
 
 
-def test_the_plan_command_takes_less_than_two_seconds(file):
-    """The seconds are processor time, which other work does not stretch; a second run counts if the
-    first is slower, because caches are shared."""
-    seconds: list[float] = []
-    while len(seconds) < 2 and not any(one < 2.0 for one in seconds):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "megatron_async_rl", "plan", str(file), "--resolved"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.returncode == 0, done.stderr
-    assert min(seconds) < 2.0
+def test_the_plan_command_loads_few_modules(file):
+    """Imports take most of the command's time. Their number, unlike seconds, is the same on every
+    machine: 878 when this limit was set."""
+    command = ["-X", "importtime", "-m", "megatron_async_rl", "plan", str(file), "--resolved"]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = re.findall(r"^import time: .*\| +(\S+)$", done.stderr, re.MULTILINE)
+    assert 100 < len(loaded) < 950
+    assert not {name.partition(".")[0] for name in loaded} & {*HEAVY}
     for words in (
         "rank 0",
         "engine 0",
