@@ -8,8 +8,8 @@ Invariants:
 - lines that are cut off the end of a file are appended to another file;
 - a flipped bit in a line with a checksum is reported, except in the last line break of a file: the
   last line then looks truncated by a crash. Lines of earlier versions have no checksum;
-- a damaged line stays in its file, where readers report it. Only a last line that is not JSON, as
-  after a crash, is cut off.
+- a line that does not match its checksum stays in its file, where readers report it. Only lines at
+  the end that are not JSON, as after a crash, are moved to the other file.
 """
 
 from __future__ import annotations
