@@ -5,15 +5,20 @@ that has such tokens. `mar verify` compares them by depth, engine and version.
      "ids": ["88-0", ...], "means": [1.1e-07, ...],                        by sample
      "checksum": ...}
 
-Bucket i has the tokens with 2^i to 2^(i + 1) - 1 tokens before them. Written by rank 0. A resume
-moves the lines of the steps that it will repeat to lag0.cut.jsonl.
+Bucket i has the tokens with 2^i to 2^(i + 1) - 1 tokens before them. A sum or mean is "inf" if the
+difference of one of its tokens is not finite. Written by rank 0. A resume moves the lines of the
+steps that it will repeat to lag0.cut.jsonl.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from megatron_async_rl.config.settings_model import Strict
 from megatron_async_rl.metrics.json_lines import cut_lines, read_lines, with_checksum
@@ -22,14 +27,26 @@ FILE = "lag0.jsonl"
 CUT_FILE = "lag0.cut.jsonl"
 
 
+def _difference(value: float) -> float:
+    """Return a difference of an earlier version that is not a number as infinity."""
+    if value < 0.0:
+        raise ValueError(f"is {value}; a difference is at least 0")
+    # Readers add up and compare, which is not defined for other values.
+    return math.inf if math.isnan(value) else value
+
+
+Nats = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_difference)]
+"""Absolute difference of two log-probs; infinite if one of them is not finite."""
+
+
 class Lag0Line(Strict):
     """One line of the file."""
 
     step: int
     tokens: tuple[int, ...]
-    sums: tuple[float, ...]
+    sums: tuple[Nats, ...]
     ids: tuple[str, ...]
-    means: tuple[float, ...]
+    means: tuple[Nats, ...]
 
 
 class Lag0Log:
@@ -57,7 +74,7 @@ class Lag0Log:
             "ids": list(ids),
             "means": [_short(value) for value in means],
         }
-        self._file.write(with_checksum(json.dumps(line)) + "\n")
+        self._file.write(with_checksum(json.dumps(line, allow_nan=False)) + "\n")
         # Readers follow the file while the run continues.
         self._file.flush()
 
@@ -65,8 +82,9 @@ class Lag0Log:
         self._file.close()
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
+def _short(value: float) -> float | str:
+    # JSON has no infinity. A difference that is not a number is as wrong as an infinite one.
+    return float(f"{value:.4g}") if math.isfinite(value) else "inf"
 
 
 def read_lag0(run_dir: Path) -> Iterator[Lag0Line]:

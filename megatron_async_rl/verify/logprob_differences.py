@@ -8,9 +8,10 @@ Two bounds, both on means of |logp - logp_behavior| over at least MIN_TOKENS tok
   float32, 0.026 in bfloat16. Healthy runs measure means of this size. The bound is ROUNDINGS times
   that, because a model rounds in every layer; temperature on one side, shifted log-probs and stale
   weights after large steps are far above it;
-- the run's own rounding: the median over the cells of one kind (depths, engines, versions). A cell
-  may be RATIO times the median, or FLOOR roundings of the dtype if that is larger. This finds a
-  fault of one engine, of long contexts, or that grows with the versions, far below the first bound.
+- the run's own rounding: the median over the finite cells of one kind (depths, engines, versions).
+  A cell may be RATIO times the median, or FLOOR roundings of the dtype if that is larger. This
+  finds a fault of one engine, of long contexts, or that grows with the versions, far below the
+  first bound.
 """
 
 from __future__ import annotations
@@ -195,11 +196,14 @@ class LogprobDifferences(RunCheck):
             why = f"evidence for {number_of(kind, len(cells))} only"
             return absent(NAMES[kind], why, "", REMEDIES[kind])
         assert callable(name_of)
-        typical = median(cells.values())
+        # Infinite means would raise the limit above themselves.
+        finite = [mean for mean in cells.values() if math.isfinite(mean)]
+        typical = median(finite) if finite else 0.0
         limit = max(RATIO * typical, FLOOR * self._rounding)
         high = {key: mean for key, mean in cells.items() if not mean <= limit}
         worst = max(cells, key=lambda key: cells[key])
-        value = f"largest mean {cells[worst]:.2g} nats ({name_of(worst)}); median {typical:.2g}"
+        value = f"largest mean {cells[worst]:.2g} nats ({name_of(worst)})"
+        value += f"; median {typical:.2g}" if finite else "; no finite mean"
         bound = f"at most {limit:.2g} nats ({RATIO:g} medians, or {FLOOR:g} roundings)"
         details = [f"{name_of(key)}: mean {mean:.2g} nats" for key, mean in high.items()]
         return row(NAMES[kind], value, bound, not high, REMEDIES[kind], details)
@@ -217,4 +221,5 @@ class LogprobDifferences(RunCheck):
         bound = (
             f"last third at most {limit:.2g} nats ({TREND_RATIO:g} times, or {FLOOR:g} roundings)"
         )
-        return row(NAMES["trend"], value, bound, last <= limit, REMEDIES["trend"])
+        ok = last <= limit and math.isfinite(last)
+        return row(NAMES["trend"], value, bound, ok, REMEDIES["trend"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,23 @@ RECORDS: dict[str, tuple[Write, tuple[Callable[[Path], object], ...]]] = {
     "lag0.jsonl": (write_lag0, (lambda run_dir: list(read_lag0(run_dir)),)),
     "weights.jsonl": (write_weights, (lambda run_dir: list(WeightLines(run_dir)),)),
 }
+
+
+def test_a_difference_that_is_not_finite_is_read_as_infinite(tmp_path: Path) -> None:
+    log = Lag0Log(tmp_path, 1)
+    for value in (math.inf, math.nan):
+        log.log(1, [2], [value], ["7-0"], [value])
+    log.close()
+    line = '{"step": 1, "tokens": [2], "sums": [%s], "ids": ["7-0"], "means": [%s]}\n'
+    path = tmp_path / "lag0.jsonl"
+    earlier = path.read_text() + line % ("NaN", "NaN")
+    path.write_text(earlier)
+    for read in read_lag0(tmp_path):
+        assert (read.sums, read.means) == ((math.inf,), (math.inf,))
+    for value in ("-Infinity", "-0.5"):
+        path.write_text(earlier + line % (value, "0.5"))
+        with pytest.raises(UserError, match="a difference is at least 0"):
+            list(read_lag0(tmp_path))
 
 
 @pytest.mark.parametrize("name", RECORDS)

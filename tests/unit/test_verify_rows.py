@@ -697,6 +697,8 @@ def test_the_rows_of_log_probs_have_their_bounds(records: RunRecords, tmp_path: 
         "a third of 8": differences("third", *even(6), *even(2, 3.5e-6)),
         "no sum": differences("zero", *even(7, 0.0)),
         "not a number": differences("nan", *even(1), ([128], [math.nan])),
+        "most are infinite": differences("inf", *even(2), *even(4, math.inf)),
+        "all are infinite": differences("all inf", *even(6, math.inf)),
         "supervised": differences("sft", settings=SUPERVISED),
         "65 steps": differences("many", *even(66, tokens=64)),
     }
