@@ -3,12 +3,12 @@
 The demo runs, and then its replay, which must end with identical bits. Seconds of the steps after
 the first five; the fastest tenth of them, because other work on the machine slows the others:
 
-    run_train_s    the run's training and publishing of a step, without waits for samples; its
-                   engines share the machine
+    run_train_s    the run's own work in a step, without waits for samples: it distributes the
+                   batch, trains and publishes; its engines share the machine
     replay_step_s  the replay's whole step, with the wait for its batch
     against_run    run_train_s / replay_step_s
-    own_share      the share of the replay's step that is training and publishing: the rest waits
-                   for the log
+    own_share      the share of the replay's step that is the same work, which is also its speed
+                   relative to the trainer alone; the rest waits for the log
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = 5
+OWN = ("distribute_s", "train_s", "publish_s")
 
 
 def steps_of(run_dir: Path) -> list[dict[str, float]]:
@@ -59,8 +60,8 @@ def main() -> None:
         )
         wall_s = time.monotonic() - began
         of_run, here = steps_of(run_dir), steps_of(run_dir / "replays" / "1")
-        own, replayed = fastest(here, "train_s", "publish_s"), fastest(here, "step_s")
-        trained = fastest(of_run, "train_s", "publish_s")
+        own, replayed = fastest(here, *OWN), fastest(here, "step_s")
+        trained = fastest(of_run, *OWN)
         result: dict[str, Any] = {
             "cores": os.cpu_count(),
             "result": done.stdout.splitlines()[-1],

@@ -230,6 +230,8 @@ class Rank0(OtherRank):
         handout, self._handout = self._handout, None
         if handout is None:
             return None
+        # Not before: without a batch, the wait ends with the run.
+        self.enter("distributing", "")
         batch = handout.batch
         # A part is in the batch that follows, which is checked and logged whole.
         if batch.complete:
@@ -317,6 +319,7 @@ class Rank0(OtherRank):
         spent, self._spent = self._spent, {}
         times = {
             "time/wait_batch_s": spent.get("waiting batch", 0.0),
+            "time/distribute_s": spent.get("distributing", 0.0),
             "time/train_s": spent.get("training", 0.0),
             "time/publish_s": spent.get("publishing", 0.0),
         }

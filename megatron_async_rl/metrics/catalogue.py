@@ -465,6 +465,10 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         "Durations, measured on rank 0.",
         {
             "time/wait_batch_s": Metric("s", "Time spent waiting for the batch."),
+            "time/distribute_s": Metric(
+                "s",
+                "Time to check the batch, divide it and send it to the ranks.",
+            ),
             "time/train_s": Metric("s", "Forward, backward and optimizer steps."),
             "time/precompute_s": Metric(
                 "s",

@@ -37,6 +37,7 @@ SPANS_KEPT = 40_000
 """Number of spans of a track that `TimelineReader` keeps."""
 
 RANK = (
+    "distributing",
     "training",
     "publishing",
     "evaluating",
@@ -45,8 +46,9 @@ RANK = (
     "releasing",
     "waiting",
 )
-"""States of rank 0. `restoring` and `releasing`: with colocated engines, the policy restores its
-training state to the device, or releases its memory."""
+"""States of rank 0. `distributing`: it divides a batch and sends it to the ranks. `restoring` and
+`releasing`: with colocated engines, the policy restores its training state to the device, or
+releases its memory."""
 ENGINE = ("busy", "loading", "paused", "asleep", "idle")
 """States of an engine. `busy`: it samples; `idle`: it has no requests; `loading`: it loads new
 weights; `paused`, `asleep`: it may not sample."""

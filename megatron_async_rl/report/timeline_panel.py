@@ -9,6 +9,7 @@ from megatron_async_rl.report.panel import Bar, Panel
 from megatron_async_rl.report.timeline_window import TimelineWindow
 
 STATE_COLOURS = {
+    "distributing": "muted",
     "training": "blue",
     "publishing": "purple",
     "evaluating": "teal",

@@ -192,11 +192,13 @@ class _RunLog:
         previous step if that is later, and the batch's step."""
         ends, found = np.sort(self.samples["ended"]), []
         for before, span in itertools.pairwise(self.rank0):
-            if span.state == "training" and before.waiting_for == "batch":
+            if span.state in ("distributing", "training") and before.waiting_for == "batch":
                 place = int(np.searchsorted(ends, span.start)) - 1
                 # The wait for that response is the engines' time, not the trainer's.
                 last = float(ends[place]) if place >= 0 else before.start
-                own = replace(before, start=max(before.start, last))
+                # In runs of earlier versions, the wait contained the distribution.
+                end = span.end if span.state == "distributing" else before.end
+                own = replace(before, start=max(before.start, last), end=end)
                 found.append(own.seconds - slower * _overlap(own, self.works))
         return found
 

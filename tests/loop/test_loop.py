@@ -21,6 +21,7 @@ from megatron_async_rl.flow import rank0
 from megatron_async_rl.flow.buffer import read_buffer
 from megatron_async_rl.flow.errors import RewardFailed, WeightsChanged
 from megatron_async_rl.flow.rank0 import Rank0
+from megatron_async_rl.metrics.timeline import read_timeline
 from megatron_async_rl.policy.anomaly import AnomalyReport
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.samples.columns import NUMERIC
@@ -161,6 +162,20 @@ def test_evaluation_is_not_counted_as_training(
     assert all(row["flow/dropped_late"] == row["flow/dropped_equal"] == 0 for row in rows)
     exporting = ("exporting", "Hugging Face checkpoint", STEPS)
     assert phases[-2:] == [exporting, ("finished", "", STEPS)]
+
+
+@pytest.mark.parametrize("settings", [SYNCHRONOUS, COLOCATED])
+def test_the_wait_for_a_batch_ends_before_its_distribution(
+    loop: OneProcess, settings: tuple[str, ...]
+) -> None:
+    run_dir = loop.run(loop.config(f"states {len(settings)}", *settings), Engines())
+    spans = read_timeline(run_dir)["rank 0"]
+    states = [f"{span.state} {span.waiting_for}".strip() for span in spans]
+    own = {"waiting batch", "distributing", "training"}
+    assert [state for state in states if state in own] == [
+        *("waiting batch", "distributing", "training") * STEPS
+    ]
+    assert all(row["time/distribute_s"] > 0.0 for row in lines(run_dir / "metrics.jsonl"))
 
 
 CRASHES = st.tuples(

@@ -197,7 +197,11 @@ def logs_of_a_run(
         starts, batch = max(now, ready) + TAKE_S, tokens
         if step > 1 and ready < now:  # the engine loads meanwhile
             starts += LOAD_S / 2
-        span("rank 0", "waiting", now, starts, "batch")
+        # Every third step as earlier versions wrote it, whose wait contains the distribution.
+        sends = starts if step % 3 == 0 else starts - 0.25 * TAKE_S
+        span("rank 0", "waiting", now, sends, "batch")
+        if sends < starts:
+            span("rank 0", "distributing", sends, starts)
         ends = starts + TOKEN_S * batch * (1 + uneven * step % 5 / 10)
         if step % 2 and not uneven:
             ready, tokens = burst(starts, 2.0)
