@@ -386,8 +386,8 @@ def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
 
 
 def _machine(machine: Machine) -> list[Finding]:
-    flags = _cpu_flags()
-    avx512, bf16, amx = "avx512f" in flags, "avx512_bf16" in flags, "amx_tile" in flags
+    flags = machine.cpu_flags
+    avx512, bf16, amx = "avx512f" in flags, "avx512_bf16" in flags, "amx_bf16" in flags
     cores, memory, shared = machine.cores, machine.memory, machine.shared_memory
     sharing = "" if cores >= 2 else "a rank and an engine share one core"
     alone = "set policy.parallel.ranks: 1 and rollout.engines: 1"
@@ -444,16 +444,6 @@ def _namespace_fix() -> str:
     return (
         "in a container: docker run --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN; else"
         " rollout.reward.settings: {isolation: rlimits}, which lets programs read files"
-    )
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return set()
-    return set(
-        next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
     )
 
 

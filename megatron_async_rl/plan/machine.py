@@ -121,6 +121,13 @@ class Machine:
     version in requirements/gpu.txt."""
     free_memory: int | None = None
     """Bytes of `memory` that no other program holds; null if unknown."""
+    cpu_flags: frozenset[str] = frozenset()
+    """Instruction sets of the CPU, by Linux's names for x86; empty if unknown."""
+
+    @property
+    def lacks_bfloat16(self) -> bool:
+        """True if the CPU is known to have no instructions that multiply bfloat16 numbers."""
+        return bool(self.cpu_flags) and not self.cpu_flags & {"avx512_bf16", "amx_bf16"}
 
 
 def size(count: int) -> str:
@@ -188,7 +195,17 @@ def this_machine(nodes: int = 1, engine_nodes: int = 0) -> Machine:
         nodes=nodes,
         engine_nodes=engine_nodes,
         transformer_engine=_transformer_engine(),
+        cpu_flags=_cpu_flags(),
     )
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    flags = (line.partition(":")[2].split() for line in lines if line.startswith("flags"))
+    return frozenset(next(flags, ()))
 
 
 def _transformer_engine() -> str | None:

@@ -285,4 +285,9 @@ def _warnings(
             found.append(
                 f"{count} ranks and engines share {machine.cores} cores, which slows them down"
             )
+        if config.model.dtype == "bfloat16" and machine.lacks_bfloat16:
+            found.append(
+                "model.dtype: bfloat16, but this CPU has no instructions for it (AMX or"
+                " AVX512-BF16): the policy trains much faster in float32"
+            )
     return found

@@ -135,7 +135,6 @@ def broken_installation(monkeypatch):
     install(monkeypatch)
     monkeypatch.setattr(sys, "version_info", (3, 11, 2))
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
-    monkeypatch.setattr(doctor, "_cpu_flags", set)
     monkeypatch.setattr(doctor, "run", refused)
     answer = "none|False|not built|not built|DEFAULT"
     monkeypatch.setattr(doctor, "_torch", lambda path: doctor._torch_findings(answer, path))
@@ -316,7 +315,7 @@ def test_every_finding_is_the_one_on_its_page(monkeypatch, tmp_path):
             "none|False|not built|not built|DEFAULT",
             set(),
         ),
-        "hopper": (hopper, exact | {"torch": "3.0"}, "13.0|True|built|built|AVX2", {"amx_tile"}),
+        "hopper": (hopper, exact | {"torch": "3.0"}, "13.0|True|built|built|AVX2", {"amx_bf16"}),
         "older CUDA": (hopper, {"ray": "1.0"}, "12.0|False|built|not built|AVX2", {"avx512f"}),
         "no CUDA": (hopper, {}, "none|False|built|not built|AVX2", set()),
     }
@@ -327,8 +326,7 @@ def test_every_finding_is_the_one_on_its_page(monkeypatch, tmp_path):
             doctor, "_torch", lambda path, answer=answer: doctor._torch_findings(answer, path)
         )
         monkeypatch.setattr(doctor, "_query_output", lambda code: ("", "it failed"))
-        monkeypatch.setattr(doctor, "_cpu_flags", lambda flags=flags: flags)
-        findings = doctor.examine(machine)
+        findings = doctor.examine(replace(machine, cpu_flags=frozenset(flags)))
         for settings in ({}, {"fix_hints": True}, {"as_json": True}):
             console = RecordedConsole()
             code = doctor.show(findings, console, **settings)
@@ -346,22 +344,6 @@ def test_probes_report_the_last_line_of_their_output(monkeypatch, tmp_path):
     assert doctor._query_output("raise SystemExit(3)") == ("", "exit code 3")
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.0)
     assert doctor._query_output("pass") == ("", "took more than 0 s")
-
-
-def test_flags_of_the_cpu_are_read_where_the_system_lists_them(monkeypatch):
-    def read(text: str) -> set[str]:
-        monkeypatch.setattr(Path, "read_text", lambda *given, **options: text)
-        return doctor._cpu_flags()
-
-    monkeypatch.undo()
-    assert read("processor: 0\nflags\t\t: fpu avx2\nflags\t\t: other\n") == {"fpu", "avx2"}
-    assert read("Features: neon\n") == set()
-
-    def missing(*given: object, **options: object) -> str:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(Path, "read_text", missing)
-    assert doctor._cpu_flags() == set()
 
 
 def test_torch_that_cannot_be_imported_is_one_finding(monkeypatch):

@@ -138,6 +138,7 @@ def test_this_machine_counts_what_a_run_may_use(
     for name, value in (("usable_cores", 3), ("total_bytes", 7), ("free_bytes", 5)):
         monkeypatch.setattr(machine, name, lambda value=value: value)
     monkeypatch.setattr(machine, "_transformer_engine", lambda: "2.9")
+    monkeypatch.setattr(machine, "_cpu_flags", lambda: frozenset({"avx2"}))
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "none")
     expected = Machine(
         cores=3,
@@ -148,6 +149,7 @@ def test_this_machine_counts_what_a_run_may_use(
         engine_nodes=1,
         transformer_engine="2.9",
         free_memory=5,
+        cpu_flags=frozenset({"avx2"}),
     )
     assert this_machine(2, 1) == expected
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
@@ -171,3 +173,20 @@ def test_a_chip_is_recognised_by_its_memory_only_in_a_description() -> None:
     for name in ("NVIDIA H100 PCIe", "H100 NVL", "NVIDIA A100 MIG 1g.5gb"):
         slower = Machine(cores=1, memory=1, shared_memory=0, gpus=(Gpu(name, 80 * GIB),))
         assert chip_of(slower) is None
+
+
+def test_flags_of_the_cpu_are_read_where_the_system_lists_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read(text: str) -> frozenset[str]:
+        monkeypatch.setattr(Path, "read_text", lambda *given, **options: text)
+        return machine._cpu_flags()
+
+    assert read("processor: 0\nflags\t\t: fpu avx2\nflags\t\t: other\n") == {"fpu", "avx2"}
+    assert read("Features: neon\n") == set()
+
+    def missing(*given: object, **options: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert machine._cpu_flags() == set()

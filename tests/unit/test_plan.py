@@ -1004,6 +1004,23 @@ def test_shared_memory_too_small_for_the_samples_of_a_step_is_noted(file, monkey
     assert not [one for one in many.warnings if "object store" in one]
 
 
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_noted(file):
+    def notes(dtype: str, *flags: str) -> list[str]:
+        machine = replace(LAPTOP, cpu_flags=frozenset(flags))
+        planned = plan(file, f"model.dtype={dtype}", machine=machine)
+        assert planned.problems == ()
+        return [one for one in planned.warnings if "float32" in one]
+
+    (note,) = notes("bfloat16", "fpu", "avx2", "avx512f")
+    assert note.startswith("model.dtype: bfloat16, but this CPU has no instructions for it")
+    assert not notes("float32", "avx2")
+    on_gpus = replace(NODE, cpu_flags=frozenset({"avx2"}))
+    planned = plan(file, "model.dtype=bfloat16", "policy.device=cuda", machine=on_gpus)
+    assert not [one for one in planned.warnings if "float32" in one]
+    for known in ((), ("avx2", "avx512_bf16"), ("avx2", "amx_bf16")):
+        assert not notes("bfloat16", *known), "unknown, or it has them"
+
+
 def test_more_processes_than_cores_and_a_small_cache_are_only_notes(file):
     planned = plan(file, "policy.parallel.ranks=2", "rollout.kv_cache_gib=0.000001")
     assert planned.problems == ()
