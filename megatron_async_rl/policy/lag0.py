@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.objectives.batch import TokenBatch
-from megatron_async_rl.objectives.objective import BatchLoss
 from megatron_async_rl.policy.batching import MicroBatch
 from megatron_async_rl.policy.step import COLUMNS, TERMS, StepTable
 from megatron_async_rl.samples.rank_batch import RankBatch
@@ -56,22 +55,16 @@ class Lag0Table(StepTable):
         longest = int((samples.prompt_lengths + samples.lengths).max(initial=1))
         self._depths = min(DEPTHS, longest.bit_length())
         """Number of depth buckets that the batch may have."""
+        # The lower bounds of all buckets but the first.
+        self._powers = 2 ** torch.arange(1, self._depths, device=device)
         shape = len(samples), 2, self._depths
         self._by_depth = torch.zeros(shape, dtype=torch.float64, device=device)
         self._completed: NDArray[np.float64] | None = None
         """`_by_depth` of all ranks, on the host."""
 
-    @torch.no_grad()
-    def record(
-        self, micro_batch: MicroBatch, tokens: TokenBatch, loss: BatchLoss, version: int
+    def _record_depths(
+        self, micro_batch: MicroBatch, tokens: TokenBatch, difference: Tensor, at_lag0: Tensor
     ) -> None:
-        super().record(micro_batch, tokens, loss, version)
-        if not micro_batch.samples:
-            return
-        older = (micro_batch.versions != version).double()
-        begun = older.new_zeros(tokens.sequences).scatter_reduce(0, tokens.sequence, older, "amax")
-        counted = ((tokens.mask > 0) & (begun[tokens.sequence] == 0)).double()
-        difference = (tokens.logp - tokens.logp_behavior).double().abs()
         # Depths rise along a sequence, so each cell (sequence, bucket) is a run of tokens. Sums of
         # runs have a fixed order, and bisection finds them without a copy to the host.
         cell = tokens.sequence * self._depths + self._bucket(micro_batch, tokens)
@@ -80,7 +73,7 @@ class Lag0Table(StepTable):
         sums = [
             torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True)
             # Selected, because tokens that do not count may have any value, such as inf.
-            for values in (counted, torch.where(counted > 0, difference, 0.0))
+            for values in (at_lag0.double(), torch.where(at_lag0, difference, 0.0))
         ]
         # Assigned, as in the table: a second pass over the same samples replaces the first.
         self._by_depth[micro_batch.batch_samples] = torch.stack(
@@ -92,10 +85,9 @@ class Lag0Table(StepTable):
         numbers = torch.arange(tokens.sequences, device=tokens.sequence.device)
         first = torch.searchsorted(tokens.sequence, numbers)
         token = torch.arange(len(tokens.sequence), device=first.device)
-        prompts = self._prompts[micro_batch.batch_samples]
-        depth = token + (prompts - first)[tokens.sequence]
+        begins = self._prompts[micro_batch.batch_samples] - first
         # A prompt has at least one token, so the depth is at least 1.
-        return depth.double().log2().floor().long().clamp(0, self._depths - 1)
+        return torch.bucketize(token + begins[tokens.sequence], self._powers, right=True)
 
     def insert(self, rows: NDArray[np.int64], part: Lag0Table, divisor: int) -> None:
         """Set the rows of the samples of `part`, a table that is not complete, whose losses were

@@ -300,11 +300,7 @@ class StepTable:
 
     @torch.no_grad()
     def record(
-        self,
-        micro_batch: MicroBatch,
-        tokens: TokenBatch,
-        loss: BatchLoss,
-        version: int,
+        self, micro_batch: MicroBatch, tokens: TokenBatch, loss: BatchLoss, version: int
     ) -> None:
         """Record a micro-batch. tokens: with `entropy`; loss: of this micro-batch."""
         if not micro_batch.samples:
@@ -316,10 +312,8 @@ class StepTable:
         # older version's keys and values. float64 throughout: sums over tokens of a sample are the
         # metrics' only rounding.
         older = (micro_batch.versions != version).double()
-        begun_by_an_older = older.new_zeros(tokens.sequences).scatter_reduce(
-            0, tokens.sequence, older, "amax"
-        )
-        lag0 = 1.0 - begun_by_an_older[tokens.sequence]
+        begun = older.new_zeros(tokens.sequences).scatter_reduce(0, tokens.sequence, older, "amax")
+        lag0 = 1.0 - begun[tokens.sequence]
         positive, negative = (tokens.advantages > 0).double(), (tokens.advantages < 0).double()
 
         def total(values: Tensor) -> Tensor:
@@ -360,6 +354,13 @@ class StepTable:
         self.values[micro_batch.batch_samples] = torch.stack(
             [columns[name] for name in COLUMNS], dim=1
         )
+        self._record_depths(micro_batch, tokens, difference, (tokens.mask > 0) & (lag0 > 0))
+
+    def _record_depths(
+        self, micro_batch: MicroBatch, tokens: TokenBatch, difference: Tensor, at_lag0: Tensor
+    ) -> None:
+        """Record |logp - logp_behavior|, [N] float64, of the tokens `at_lag0`, [N] bool, by depth.
+        Does nothing here; `Lag0Table` implements it."""
 
     def weigh(self, advantages: Tensor) -> None:
         """Convert rows recorded at advantage 1 to those of `advantages`, [S]: the loss, and the

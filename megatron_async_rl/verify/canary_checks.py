@@ -28,7 +28,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from megatron_async_rl.config.problem import number_of
@@ -36,6 +35,7 @@ from megatron_async_rl.metrics.load_log import WeightLoad
 from megatron_async_rl.samples.bookkeeping import (
     SURPRISE,
     Repetitions,
+    SampledTokens,
     repetitions,
     trained_after_end,
     without_logprob,
@@ -332,11 +332,11 @@ def tokens_row(versions: Sequence[CanarySamples], ends: Collection[int]) -> Scor
     """Return the row of the bookkeeping of tokens. ends: tokens that end a response."""
     details: list[str] = []
     for samples in versions:
-        batch = record_batch(samples)
+        tokens = sampled_tokens(samples)
         other = (samples.versions != samples.version) & samples.trained
         counts: Mapping[str, NDArray[np.int64]] = {
-            "trained tokens after the end of the response": trained_after_end(batch, ends),
-            "trained tokens without a log-prob": without_logprob(batch),
+            "trained tokens after the end of the response": trained_after_end(tokens, ends),
+            "trained tokens without a log-prob": without_logprob(tokens),
             "tokens of another version": np.bincount(
                 samples.rows[other], minlength=len(samples.length)
             ),
@@ -355,23 +355,6 @@ def tokens_row(versions: Sequence[CanarySamples], ends: Collection[int]) -> Scor
     return row("tokens", value, "0 faulty samples", not details, remedy, details)
 
 
-def record_batch(samples: CanarySamples) -> pa.RecordBatch:
-    """Return the columns that samples/bookkeeping.py reads."""
-    offsets = pa.array(np.concatenate((samples.starts, [len(samples.rows)])).astype(np.int32))
-
-    def lists(values: NDArray[np.generic]) -> pa.ListArray:
-        return pa.ListArray.from_arrays(offsets, pa.array(values))
-
-    return pa.RecordBatch.from_pydict(
-        {
-            "group": pa.array(samples.group),
-            "response_ids": lists(samples.response_ids),
-            "behavior_logprobs": lists(samples.engine),
-            "loss_mask": lists(samples.loss_mask),
-        }
-    )
-
-
 def gradients_row(samples: CanarySamples) -> ScorecardRow:
     """Return the row of the gradients."""
     assert samples.first is not None
@@ -385,4 +368,15 @@ def gradients_row(samples: CanarySamples) -> ScorecardRow:
 
 
 def repeated_responses(samples: CanarySamples) -> Repetitions:
-    return repetitions(record_batch(samples))
+    return repetitions(sampled_tokens(samples))
+
+
+def sampled_tokens(samples: CanarySamples) -> SampledTokens:
+    """Return the tokens as samples/bookkeeping.py reads them."""
+    return SampledTokens(
+        response_ids=samples.response_ids,
+        logp=samples.engine,
+        trained=samples.trained,
+        lengths=samples.length,
+        group=samples.group.tolist(),
+    )

@@ -11,6 +11,7 @@ import pytest
 from megatron_async_rl.flow.running_checks import RunningChecks
 from megatron_async_rl.samples.bookkeeping import (
     Repetitions,
+    SampledTokens,
     repetitions,
     trained_after_end,
     without_logprob,
@@ -40,13 +41,13 @@ def batch(*groups: list[Sample]) -> TrainBatch:
     return TrainBatch.of(0, groups)
 
 
-def columns(*groups: list[Sample]) -> pa.RecordBatch:
-    return batch(*groups).samples
+def tokens_of(*groups: list[Sample]) -> SampledTokens:
+    return SampledTokens.of(batch(*groups).samples)
 
 
 def test_trained_tokens_behind_an_end_are_counted_by_sample() -> None:
     found = trained_after_end(
-        columns([sample("0-0", [1, 2, END]), sample("0-1", [1, END, 3, 4, END])]), {END}
+        tokens_of([sample("0-0", [1, 2, END]), sample("0-1", [1, END, 3, 4, END])]), {END}
     )
     assert found.tolist() == [0, 3]
 
@@ -55,23 +56,25 @@ def test_a_later_turn_is_not_behind_the_end_of_an_earlier_one() -> None:
     """An environment's tokens separate the turns; its own end tokens are not trained."""
     turns = sample("0-0", [1, END, 5, END, 2, END], [1, 1, 0, 0, 1, 1])
     run_on = sample("0-1", [1, END, 5, 2, END, 4], [1, 1, 0, 1, 1, 1])
-    assert trained_after_end(columns([turns, run_on]), {END}).tolist() == [0, 1]
+    assert trained_after_end(tokens_of([turns, run_on]), {END}).tolist() == [0, 1]
 
 
 def test_a_sample_after_one_that_ended_begins_anew() -> None:
-    assert trained_after_end(columns([sample("0-0", [END]), sample("0-1", [1])]), {END}).sum() == 0
+    assert (
+        trained_after_end(tokens_of([sample("0-0", [END]), sample("0-1", [1])]), {END}).sum() == 0
+    )
 
 
 @pytest.mark.parametrize("logp", [float("nan"), float("-inf"), 0.5])
 def test_a_trained_token_needs_a_finite_log_prob_of_at_most_0(logp: float) -> None:
     trained = sample("0-0", [1, 2], [1, 0], logp)
-    assert without_logprob(columns([trained, sample("0-1", [1])])).tolist() == [1, 0]
+    assert without_logprob(tokens_of([trained, sample("0-1", [1])])).tolist() == [1, 0]
 
 
 def test_repetitions_are_expected_by_the_probability_of_earlier_responses() -> None:
     """Two of three responses are equal; each had the probability e^-1 per token."""
     group = [sample("0-0", [1, 2]), sample("0-1", [3]), sample("0-2", [1, 2])]
-    found = repetitions(columns(group, [sample("1-0", [1, 2])]))
+    found = repetitions(tokens_of(group, [sample("1-0", [1, 2])]))
     assert found.count == 1, "another group is not compared"
     assert found.expected == pytest.approx(np.exp(-2) + np.exp(-2) + np.exp(-1))
 
@@ -97,7 +100,7 @@ def test_independent_draws_repeat_as_often_as_expected() -> None:
         ]
         for group in range(300)
     ]
-    found = repetitions(columns(*groups))
+    found = repetitions(tokens_of(*groups))
     assert found.count == pytest.approx(found.expected, abs=3 * np.sqrt(found.expected))
 
 
