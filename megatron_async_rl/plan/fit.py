@@ -379,6 +379,7 @@ def _host_changes(config: Config, device: Device) -> Iterator[tuple[str, Any]]:
     if device == "cpu":
         if rollout is not None:
             yield "rollout.kv_cache_gib", rollout.kv_cache_gib / 2
+            yield "rollout.max_concurrent", max(1, rollout.max_concurrent // 4)
             yield "rollout.engines", max(1, rollout.engines // 2)
         half = policy.tokens_per_micro_batch // 2
         if rollout is None or half > rollout.sampling.max_tokens:

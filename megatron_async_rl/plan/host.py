@@ -17,6 +17,7 @@ from itertools import groupby
 
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow.staleness import admitted_limit
 from megatron_async_rl.plan.fit import (
     gib,
     host_fix,
@@ -46,7 +47,13 @@ PROCESS_BYTES = GIB
 RANK_BYTES = GIB // 2
 """The same of a rank on a CPU, which shares libraries with the server from which it is forked."""
 ENGINE_BYTES = GIB
-"""The same of an engine's process on a CPU, with vLLM's working memory."""
+"""The same of an engine's process on a CPU, with vLLM's working memory except for the logits."""
+LOGIT_COPIES = 20
+"""Number of arrays with the logits of all running responses that fit in the memory with which an
+engine on a CPU samples. Arrays of other numbers of responses leave gaps in it. 16 to 24 were
+measured, with 32 to 256 responses and 49,152 or 151,936 tokens (benchmarks/results.md)."""
+CACHE_BLOCK = 128
+"""Number of tokens of a block of vLLM's cache on a CPU. Responses that run share no last block."""
 LAUNCHER_BYTES = GIB
 """Estimated memory of the launcher, of torchrun and of the servers that fork ranks and engines."""
 CHAT_BYTES = GIB // 2
@@ -180,9 +187,26 @@ def _of_engines(
         size = count * PROCESS_BYTES * (2 + several)
     else:
         size = count * ENGINE_BYTES * max(1, several)
+        # vLLM gathers the logits on every worker of the last stage, and each of them samples.
+        running = _running(config, engine, count)
+        sampling = LOGIT_COPIES * running * engine.logits * rollout.tensor
+        yield HostPart("logits in engines", sampling, certain=False)
     yield HostPart("processes of engines", size, certain=False)
     if node == 0:
         yield HostPart("controller, rewards and Ray", CONTROLLER_BYTES, certain=False)
+
+
+def _running(config: Config, engine: EngineMemory, engines: int) -> int:
+    """Return the number of responses to training prompts that may run at the same time in a number
+    of engines on a CPU."""
+    flow, rollout = config.flow, config.rollout
+    assert rollout is not None
+    # Other responses wait in the engine.
+    places = engines * min(rollout.max_concurrent, (engine.cache_tokens or 0) // CACHE_BLOCK)
+    groups = admitted_limit(
+        0, flow.prompts_per_step, flow.async_ratio, fresh_steps=0, oversample=flow.oversample
+    )
+    return min(places, groups * flow.group_size)
 
 
 def engines_on(config: Config, machine: Machine, device: Device, node: int) -> int:
@@ -295,6 +319,9 @@ def _fix(
         ("policy.optimizer.moment_offload", "none"),
         ("rollout.kv_cache_gib", 0.5),
     ):
+        # A supervised run has no engines.
+        if config.rollout is None and key.startswith("rollout."):
+            continue
         changed = with_value(config, key, value)
         hosts = hosts_of(changed) if changed is not None else ()
         then = next((one.total for one in hosts if one.first == host.first), host.total)

@@ -87,7 +87,8 @@ class RankMemory:
 class EngineMemory:
     """Bytes of one engine. `weights`: all weights, as the trainer sends them. As the engine stores
     them: `layer`, one of its `layers` layers; `embedding`, with the last norm; `output`, an output
-    layer that is not the embedding. `largest`: the largest tensor. `cache`: null on a GPU, where
+    layer that is not the embedding. `largest`: the largest tensor. `logits`: those of one token, as
+    float32. `cache`: null on a GPU, where
     the cache uses the rest of `rollout.gpu_memory_utilization`."""
 
     weights: int
@@ -96,6 +97,7 @@ class EngineMemory:
     embedding: int
     output: int
     largest: int
+    logits: int
     cache: int | None
     cache_tokens: int | None
     bytes_per_token: int
@@ -380,6 +382,7 @@ def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineM
         embedding=table + shape.hidden * engine_bytes(config),
         output=0 if shape.tied else table,
         largest=largest * shape.hidden * engine_bytes(config),
+        logits=shape.vocabulary * FLOAT32,
         cache=cache,
         cache_tokens=tokens,
         bytes_per_token=per_token,

@@ -1159,6 +1159,23 @@ def test_host_memory_is_summed_over_the_ranks_and_engines_of_each_machine(file, 
     assert host.total > host.certain + 2 * here.engine.cache
 
 
+def test_engines_on_a_cpu_need_memory_for_the_logits_of_the_responses_that_run(file):
+    def logits(*overrides: str) -> float:
+        """Return the number of responses whose logits are counted."""
+        (host,) = plan(file, "flow.async_ratio=1", *overrides).hosts
+        (size,) = [part.size for part in host.parts if part.name == "logits in engines"]
+        return size / (20 * 14 * 4)  # a float32 for each of 14 tokens
+
+    # The file has 4 groups of 2 responses; those of the next step run ahead.
+    assert logits() == logits("rollout.engines=2") == 2 * 4 * 2
+    assert logits("rollout.max_concurrent=5") == 5
+    assert logits("rollout.max_concurrent=5", "rollout.engines=2") == 10
+    assert logits("rollout.max_concurrent=5", "rollout.tensor=2") == 10
+    assert logits("rollout.max_concurrent=5", "rollout.pipeline=2") == 5
+    # A cache of 3 blocks of 128 tokens, with 1024 bytes per token.
+    assert logits(f"rollout.kv_cache_gib={3.5 * 128 * 1024 / GIB}") == 3
+
+
 def test_too_little_host_memory_is_refused_with_a_fix(tmp_path):
     """The sum over a machine's ranks counts: one rank would fit."""
     file = large_model(tmp_path)
@@ -1183,6 +1200,19 @@ def test_too_little_host_memory_is_refused_with_a_fix(tmp_path):
     code, output = planned_on_a_laptop(file, *small, f"{host.certain / GIB + 0.1}")
     assert code == 0, "processes are an estimate"
     assert "note: about" in output
+
+
+def test_too_little_host_memory_for_a_supervised_run_is_refused_with_a_fix(file):
+    supervised = (
+        *("rollout=null", "objective={loss: sft, advantage: none}", "flow.group_size=1"),
+        *("flow.async_ratio=0", "checkpoint.asynchronous=true"),
+    )
+    tiny = Machine(cores=2, memory=1000, shared_memory=GIB, gpus=())
+    (refused,) = [
+        one for one in plan(file, *supervised, machine=tiny).problems if one.key == "host memory"
+    ]
+    assert "checkpoint.asynchronous: false (then " in refused.fix
+    assert "rollout" not in refused.fix
 
 
 def test_totals_are_sums_over_all_steps(file):
