@@ -12,11 +12,9 @@ A run-ahead r below 1 is between these: while the policy trains, the engines may
 share of the next batch, so the trainer waits for the rest: max(T_engines, T_trainer + (1 - r)
 T_gen). Pure arithmetic; all times are in seconds.
 
-An estimate assumes 2 operations for each weight that a token uses (of experts, those that it
-visits) and 4 for each number of a query and each token to which it attends; the backward pass costs
-twice the forward pass. The speed of decoding is that of reading the engine's weights and the
-key-value cache of its responses. Values that no data sheet contains are constants below, and are
-shown."""
+An estimate counts operations as in operations.py. The speed of decoding is that of reading the
+engine's weights and the key-value cache of its responses. Values that no data sheet contains are
+constants below, and are shown."""
 
 from __future__ import annotations
 
@@ -26,17 +24,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
-from megatron_async_rl.config.corrections import IcepopCorrection, OpsmCorrection, TisCorrection
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.problem import number_of
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.metrics.log import MetricRow, number
-from megatron_async_rl.plan.layer_memory import engine_bytes, fp8_layers
+from megatron_async_rl.plan.layer_memory import engine_bytes
 from megatron_async_rl.plan.layout import Device, engine_count, engines_elsewhere, rank_coordinates
 from megatron_async_rl.plan.machine import CHIPS, Chip, Machine, chip_of
 from megatron_async_rl.plan.memory import engine_memory, product_bytes
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.plan.operations import (
+    forward_passes,
+    prompt_operations,
+    token_operations,
+    training_operations,
+)
 from megatron_async_rl.plan.sharing import GroupTokens
 from megatron_async_rl.plan.totals import Batch
 
@@ -254,8 +256,7 @@ def estimate(
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
     # Responses divide evenly, because the router fills the engine with the fewest.
     responses = batch.samples / rollout.engines
-    # Two operations (multiply, add) per weight and token.
-    reading = 2 * batch.prompt * (_layer_weights(shape) + _attention(shape, batch.prompt))
+    reading = prompt_operations(shape, batch.prompt)
     reading_s = responses * reading / (rollout.workers * COMPUTE_SHARE * chip.bfloat16)
     return Estimate(
         chip=chip,
@@ -291,78 +292,18 @@ def _sending(config: Config) -> str:
     return f"{RELAY_RATE / 1e9:g} GB/s to each other machine"
 
 
-def _layer_weights(shape: ModelShape) -> int:
-    """Return the number of weights that a token uses in all layers."""
-    experts = shape.experts_per_token * 3 * shape.hidden * shape.intermediate
-    return shape.layers * (shape.layer_sharded + shape.layer_replicated + experts)
-
-
-def _attention(shape: ModelShape, length: float) -> float:
-    """Return the multiplications of one token in attention, in a sequence of `length` tokens: on
-    average it attends to half of them."""
-    return shape.layers * shape.heads * shape.head_dim * length
-
-
 def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> float:
     """Return the seconds of one batch: training passes, forward passes before them, and the time
     that pipeline stages wait for the first and the last micro-batch of each optimizer step."""
     policy, parallel, objective = config.policy, config.policy.parallel, config.objective
-    # A prompt that the responses of a group share is computed once.
     group = GroupTokens.of(config, batch.prompt, batch.response)
-    tokens, fp8 = group.computed, policy.fp8
-    share = 0.0
-    if fp8 is not None:
-        share = fp8_layers(fp8, shape.layers, stage=0, pipeline=1) / shape.layers
-    faster = chip.fp8 / chip.bfloat16 if chip.fp8 is not None else 1.0
-    # In operations at bfloat16's speed. Only the layers compute in FP8; attention and the output
-    # layer stay in bfloat16.
-    layers = 2 * tokens * _layer_weights(shape) * (1 - share + share / faster)
-    attention = 2 * _attention(shape, 2 * group.pairs)
-    head = 2 * batch.response * shape.vocabulary * shape.hidden
-    forward = layers + attention + head
-    # Weights that are not trained have no gradient.
-    backward = (1 if policy.lora is not None else 2) * (layers + head) + 2 * attention
-    again = {"none": 0.0, "selective": attention, "full": layers + attention}[policy.recompute]
-    passes = forward_passes(config)
-    # Passes for log-probs run once per batch, training passes once per epoch.
-    operations = objective.epochs * (forward + backward + again) + passes * forward
+    operations = training_operations(config, shape, group, fp8_speed=chip.fp8_speed)
     total = batch.samples * operations / (parallel.ranks * COMPUTE_SHARE * chip.bfloat16)
 
-    of_a_step = batch.samples_per_rank * tokens / objective.minibatches
+    of_a_step = batch.samples_per_rank * group.computed / objective.minibatches
     micro_batch = min(1.0, policy.tokens_per_micro_batch / of_a_step)
     # The pipeline's bubble: (p - 1) / v micro-batches per optimizer step.
     return total * (1 + (parallel.pipeline - 1) / parallel.virtual_pipeline * micro_batch)
-
-
-def forward_passes(config: Config) -> float:
-    """Return the number of forward passes over the whole batch besides training, which
-    objectives/objective.py requests: before training, with the reference, the proximal policy and
-    the trained weights; and before each later optimizer step, with its weights, over its part of
-    the batch."""
-    objective = config.objective
-    corrections, advantage = objective.corrections, objective.advantage
-    compares = objective.loss.uses_proximal or bool(corrections)
-    # These policies have separate weights, so they need a separate pass.
-    kept = objective.proximal in ("ewma", "snapshot")
-    whole = objective.renormalize or any(
-        isinstance(one, TisCorrection | IcepopCorrection) and one.normalize for one in corrections
-    )
-    decides = objective.loss.decides_by_logp or (
-        whole and any(isinstance(one, OpsmCorrection) for one in corrections)
-    )
-    proximal = whole or isinstance(advantage, OtbAdvantage)
-    proximal = proximal or (compares and (kept or objective.steps_per_batch > 1))
-    cheap = isinstance(advantage, OpobAdvantage) and advantage.mode == "cheap"
-    current = (
-        decides
-        or (proximal and objective.proximal in ("recompute", "loglinear"))
-        or cheap
-        or isinstance(advantage, OtbAdvantage)
-        or objective.value is not None
-        or (objective.kl is not None and objective.kl.where == "reward")
-    )
-    again = (objective.steps_per_batch - 1) / objective.minibatches if decides else 0.0
-    return objective.needs_reference + (proximal and kept) + current + again
 
 
 def _decoding(
@@ -388,7 +329,7 @@ def _decoding(
     read = matrices * product_bytes(config) + (shape.layers * shape.layer_replicated + head) * own
     # Each stage reads its weights again for every batch in flight, and there are as many as stages.
     reading_s = (read + count * cached / rollout.pipeline) / (READ_SHARE * chip.memory_rate)
-    computing_s = 2 * count * (_layer_weights(shape) + head) / (COMPUTE_SHARE * chip.bfloat16)
+    computing_s = count * token_operations(shape, 0) / (COMPUTE_SHARE * chip.bfloat16)
     return count, count * rollout.tensor / max(reading_s, computing_s / rollout.pipeline)
 
 

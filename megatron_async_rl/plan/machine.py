@@ -38,6 +38,11 @@ class Chip:
     memory_rate: float
     """HBM bandwidth in bytes per second."""
 
+    @property
+    def fp8_speed(self) -> float:
+        """Peak of FP8 relative to that of bfloat16; 1 if FP8 is unsupported."""
+        return 1.0 if self.fp8 is None else self.fp8 / self.bfloat16
+
 
 # Dense rates: the sparse rates of data sheets are twice as high, and training does not use them.
 CHIPS = {

@@ -31,12 +31,16 @@ from megatron_async_rl.plan.estimate import (
     NETWORK_RATE,
     READ_SHARE,
     RELAY_RATE,
-    forward_passes,
 )
 from megatron_async_rl.plan.layer_memory import engine_bytes, value_bytes
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB
 from megatron_async_rl.plan.memory import engine_memory
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.plan.operations import (
+    prompt_operations,
+    token_operations,
+    training_operations,
+)
 from megatron_async_rl.plan.sharing import GroupTokens
 
 GB = 1e9
@@ -234,38 +238,25 @@ def rates_of(
     return SimulationRates(
         decode=(
             (fixed_s + weights / read, cached / read / rollout.pipeline),
-            (fixed_s, _forward(shape, context) / compute),
+            (fixed_s, token_operations(shape, context) / compute),
         ),
         places=places,
-        prompt_s=hardware.prompt_tokens * _forward(shape, hardware.prompt_tokens / 2) / compute,
+        prompt_s=prompt_operations(shape, hardware.prompt_tokens) / compute,
         take_s=hardware.take_s,
         **_training(config, shape, hardware, lengths),
         **_weights(config, weights, hardware),
     )
 
 
-def _forward(shape: ModelShape, context: float) -> float:
-    """Return the operations for one token that attends to `context` others."""
-    experts = shape.experts_per_token * 3 * shape.hidden * shape.intermediate
-    weights = shape.layers * (shape.layer_sharded + shape.layer_replicated + experts)
-    weights += shape.vocabulary * shape.hidden
-    return 2.0 * weights + 4.0 * shape.layers * shape.heads * shape.head_dim * context
-
-
 def _training(
     config: Config, shape: ModelShape, hardware: Hardware, lengths: ResponseLengths
 ) -> dict[str, Any]:
     parallel, objective, flow = config.policy.parallel, config.objective, config.flow
-    again = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]
-    total = hardware.prompt_tokens + lengths.mean
-    operations = (objective.epochs * (3 + again) + forward_passes(config)) * _forward(
-        shape, total / 2
-    )
-    # A prompt that the responses of a group share is computed once.
-    computed = GroupTokens.of(config, hardware.prompt_tokens, lengths.mean).computed
-    operations *= computed / total
+    group = GroupTokens.of(config, hardware.prompt_tokens, lengths.mean)
+    # A simulation counts every token of a sample, although a shared prompt is computed once.
+    operations = training_operations(config, shape, group) / (group.prompt + group.response)
     samples = flow.prompts_per_step * flow.group_size
-    share = samples * computed / parallel.data / objective.minibatches
+    share = samples * group.computed / parallel.data / objective.minibatches
     micro_batches = max(1.0, share / config.policy.tokens_per_micro_batch)
     # Stages are idle while the pipeline fills and empties.
     bubble = 1 + (parallel.pipeline - 1) / parallel.virtual_pipeline / micro_batches

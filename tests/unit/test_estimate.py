@@ -18,13 +18,13 @@ from megatron_async_rl.plan.estimate import (
     READ_SHARE,
     Estimate,
     Overlap,
-    forward_passes,
     measure,
     run_ahead,
     update_per_lr,
 )
 from megatron_async_rl.plan.machine import CHIPS, Gpu, Machine, chip_of, described_machine
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.plan.operations import forward_passes
 from megatron_async_rl.plan.pace import expected_overlap, planning_rule, staleness_law
 from megatron_async_rl.plan.plan import make_plan
 from tests.cases import looped

@@ -26,6 +26,7 @@ from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE
 from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.plan.operations import token_operations
 from megatron_async_rl.report.panels import simulation
 from megatron_async_rl.report.run_data import read_run
 from megatron_async_rl.samples import frames, segments
@@ -33,7 +34,6 @@ from megatron_async_rl.samples.columns import LOGGED, batch_of
 from megatron_async_rl.samples.frames import OPEN, FrameWriter
 from megatron_async_rl.samples.types import Prompt, Sample
 from megatron_async_rl.simulate import choose
-from megatron_async_rl.simulate import rates as module
 from megatron_async_rl.simulate.calibrate import _pieces, calibrate
 from megatron_async_rl.simulate.choose import part_of
 from megatron_async_rl.simulate.rates import (
@@ -235,7 +235,7 @@ def test_a_token_costs_two_operations_for_each_weight_of_its_experts(tmp_path: P
     path = save_tiny_model(tmp_path / "m", "qwen3_moe", num_experts=8, moe_intermediate_size=24)
     shape, _ = read_model(path)
     assert shape is not None
-    costs = [module._forward(replace(shape, experts_per_token=count), 100.0) for count in (0, 1, 2)]
+    costs = [token_operations(replace(shape, experts_per_token=count), 100) for count in (0, 1, 2)]
     one_expert = 2 * shape.layers * 3 * shape.hidden * 24
     assert [costs[1] - costs[0], costs[2] - costs[1]] == [one_expert, one_expert]
 
@@ -316,12 +316,22 @@ def test_stated_hardware_gives_the_rates_that_its_sizes_do(recipe: Path) -> None
     assert read_s == pytest.approx(0.003 + kept / 4e12, rel=1e-6)
     tokens = 200 + lengths.mean
     attends = 4 * 64 * 5120 * tokens / 2
-    forward = 2 * (shape.parameters - 152064 * 5120) + attends
-    # Recomputation makes it four passes, and M2PO looks at the batch before; 16 ranks at 40 %.
-    assert rates.train_token_s == pytest.approx(5 * forward / (16 * 1e15 * 0.4), rel=1e-3)
+    layers = 2 * (shape.parameters - 2 * table)
+    # Only responses have logits. A layer is computed five times (M2PO looks at the batch before,
+    # and a layer is recomputed), the output layer four times; 16 ranks at 40 %.
+    head = 2 * table * lengths.mean / tokens
+    speed = 16 * 1e15 * 0.4
+    operations = 5 * (layers + attends) + 4 * head
+    assert rates.train_token_s == pytest.approx(operations / speed, rel=1e-3)
+    # A prompt's logits are not computed in an engine, either; two GPUs at half speed.
+    reading = 200 * (layers + 4 * 64 * 5120 * 100)
+    assert rates.prompt_s == pytest.approx(reading / (2 * 1e15 * 0.5), rel=1e-3)
     shared = rates_of(load(recipe, []), shape, HARDWARE, lengths)
-    less = (200 / config.flow.group_size + lengths.mean) / tokens
-    assert shared.train_token_s == pytest.approx(rates.train_token_s * less, rel=0.01)
+    computed = 200 / config.flow.group_size + lengths.mean
+    prompt_alone = 200**2 / 2 * (1 - 1 / config.flow.group_size)
+    attends -= 4 * 64 * 5120 * prompt_alone / tokens
+    operations = 5 * (layers * computed / tokens + attends) + 4 * head
+    assert shared.train_token_s == pytest.approx(operations / speed, rel=1e-3)
     assert rates.publish_s == pytest.approx(nbytes / 8 / 10e9)
     # Two machines at the speed of one stream each; from nine on they share the first one's network.
     assert rates.send_s == pytest.approx(nbytes / 2.5e9, rel=0.05)
