@@ -17,6 +17,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_async_rl.config.problem import Problem
 
+CPU_CACHE_BLOCK = 32
+"""Tokens per block of an engine's key-value cache on a CPU: the smallest size of vLLM's attention
+there. Responses share only whole blocks of their prompt, so with vLLM's default, 128, each response
+would compute a shorter prompt again."""
+
 OWNED: Mapping[str, str] = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -182,6 +187,8 @@ def refused_options(
         # The schema does not know the device and passes None; the plan checks again with it.
         elif device == "cpu" and (reason := _matching(BREAKS_ON_CPU, argument)):
             yield name, f"on a CPU {reason}"
+        elif device == "cpu" and argument == "block_size" and _splits_a_block(value):
+            yield name, f"on a CPU vLLM reads blocks of a multiple of {CPU_CACHE_BLOCK} tokens"
         elif argument == "quantization" and value is not None:
             if value not in QUANTISED_AS_LOADED:
                 yield name, f"{value} is for weights that are already quantised: {_QUANTISED}"
@@ -190,6 +197,12 @@ def refused_options(
                     name,
                     f"on a CPU vLLM has no kernels for {value}: set {QUANTISED_AS_LOADED[0]}",
                 )
+
+
+def _splits_a_block(value: Any) -> bool:
+    """Return True for a number that is not a multiple of the smallest block on a CPU. `wrong_value`
+    reports other types."""
+    return isinstance(value, int) and (value < 1 or value % CPU_CACHE_BLOCK != 0)
 
 
 def unknown_option(name: str, known: Collection[str]) -> Problem:

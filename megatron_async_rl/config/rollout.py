@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from megatron_async_rl.config.engine_options import refused_options
+from megatron_async_rl.config.engine_options import CPU_CACHE_BLOCK, refused_options
 from megatron_async_rl.config.policy import Fraction
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.settings_model import OnlyJson, Strict
@@ -232,6 +232,13 @@ class RolloutConfig(Strict):
     def quantised(self) -> bool:
         """True if vLLM quantises weights while it loads them."""
         return self.vllm.get("quantization") is not None
+
+    @property
+    def cache_block(self) -> int:
+        """Tokens per block of an engine's key-value cache on a CPU."""
+        size = self.vllm.get("block_size")
+        # The plan reports other values.
+        return size if isinstance(size, int) and size > 0 else CPU_CACHE_BLOCK
 
     @property
     def workers(self) -> int:

@@ -52,8 +52,6 @@ LOGIT_COPIES = 20
 """Number of arrays with the logits of all running responses that fit in the memory with which an
 engine on a CPU samples. Arrays of other numbers of responses leave gaps in it. 16 to 24 were
 measured, with 32 to 256 responses and 49,152 or 151,936 tokens (benchmarks/results.md)."""
-CACHE_BLOCK = 128
-"""Number of tokens of a block of vLLM's cache on a CPU. Responses that run share no last block."""
 LAUNCHER_BYTES = GIB
 """Estimated memory of the launcher, of torchrun and of the servers that fork ranks and engines."""
 CHAT_BYTES = GIB // 2
@@ -201,8 +199,9 @@ def _running(config: Config, engine: EngineMemory, engines: int) -> int:
     of engines on a CPU."""
     flow, rollout = config.flow, config.rollout
     assert rollout is not None
-    # Other responses wait in the engine.
-    places = engines * min(rollout.max_concurrent, (engine.cache_tokens or 0) // CACHE_BLOCK)
+    # Every response has a block of its own, the last one. Other responses wait in the engine.
+    blocks = (engine.cache_tokens or 0) // rollout.cache_block
+    places = engines * min(rollout.max_concurrent, blocks)
     groups = admitted_limit(
         0, flow.prompts_per_step, flow.async_ratio, fresh_steps=0, oversample=flow.oversample
     )

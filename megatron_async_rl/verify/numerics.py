@@ -33,8 +33,6 @@ RESPONSES = 64
 """Number of responses to each canary prompt: enough for the distribution of first tokens."""
 MAX_TOKENS = 64
 """Longest canary response; a shorter limit of the config applies."""
-CACHE_BLOCK = 128
-"""Block of the prefix cache in tokens on a CPU, the largest default of vLLM."""
 WITHOUT_TRAINING = (
     "checkpoint.every=0",
     "eval=null",
@@ -86,9 +84,9 @@ def _long_prompt(config: Config, maximum: int) -> int:
     limit = config.policy.tokens_per_micro_batch
     if shape is not None:
         limit = min(limit, context_limit(config, shape))
-    block = config.rollout.vllm.get("block_size") or CACHE_BLOCK
     wanted: int = min(NumericsConfig.default_of("long_prompt"), limit - maximum)
-    return wanted if wanted > block else 0
+    # A block has fewer tokens on a GPU.
+    return wanted if wanted > config.rollout.cache_block else 0
 
 
 def _new_folder(run_dir: Path) -> Path:

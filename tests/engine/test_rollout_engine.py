@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_async_rl.config.engine_options import CPU_CACHE_BLOCK
 from megatron_async_rl.rollout.engine_process import EngineStartError
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
@@ -40,8 +41,6 @@ from tests.staged import flip_a_bit, stage
 
 pytestmark = pytest.mark.engine
 
-CACHE_BLOCK = 128
-"""Tokens per block of vLLM's key-value cache on a CPU."""
 STEP_TOKENS = 2048
 """Tokens that vLLM computes in one step at most, without a setting."""
 TOO_SLOW = f"no reward within rollout.reward.timeout_s: {REWARD_S:g}"
@@ -210,7 +209,7 @@ def cached(handle: Any, requests: list[Request]) -> list[int]:
 def test_a_groups_prompt_is_read_once_and_again_by_new_weights(
     engines: Engines,
 ) -> None:
-    handle, prompt, blocks = engines.handles[KEEP], prompt_of(300, 1), 2 * CACHE_BLOCK
+    handle, prompt, blocks = engines.handles[KEEP], prompt_of(300, 1), 9 * CPU_CACHE_BLOCK
     call(handle, "__ray_call__", note_cached)
     for first in (0, blocks):
         requests = engines.requests([prompt], 3)

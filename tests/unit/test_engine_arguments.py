@@ -78,6 +78,7 @@ def test_an_argument_that_the_package_sets_is_refused_in_the_config(tmp_path, mo
     monkeypatch.setattr(arguments, "AsyncEngineArgs", Recorder)
     engine_arguments(spec_with(tmp_path, device))
     assert len(own) > 15
+    assert own.pop("block_size", None) == {"cpu": 32, "cuda": None}[device]  # only a default
     assert set(own) == {name for name, _ in refused_options(own, device)}
 
 
@@ -109,8 +110,8 @@ def test_no_default_of_vllm_counts_as_a_wrong_value():
 def test_an_option_of_the_config_reaches_vllm(tmp_path: Path) -> None:
     from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
 
-    found = engine_arguments(spec_with(tmp_path, max_num_batched_tokens=4096, block_size=32))
-    assert (found.max_num_batched_tokens, found.block_size) == (4096, 32)
+    found = engine_arguments(spec_with(tmp_path, max_num_batched_tokens=4096, block_size=64))
+    assert (found.max_num_batched_tokens, found.block_size) == (4096, 64)
 
 
 def test_only_quantization_during_the_load_is_permitted(tmp_path: Path) -> None:

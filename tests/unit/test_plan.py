@@ -467,6 +467,7 @@ def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
         (["rollout.reward.name=nothing"], "rollout.reward.name"),
         (["rollout.vllm.blok_size=32"], "rollout.vllm.blok_size"),
         (["rollout.vllm.block_size=many"], "rollout.vllm.block_size"),
+        (["rollout.vllm.block_size=16"], "rollout.vllm.block_size"),
         (["rollout.vllm.async_scheduling=3"], "rollout.vllm.async_scheduling"),
         (["rollout.vllm.enable_chunked_prefill=true"], "rollout.vllm.enable_chunked_prefill"),
         (["data.train=nowhere"], "data.train"),
@@ -521,7 +522,7 @@ def test_an_fp8_cache_on_a_cpu_requires_head_sizes_of_a_multiple_of_32(tmp_path)
 
 
 def test_vllm_options_are_accepted_and_cpu_rules_do_not_apply_to_gpus(file):
-    options = "rollout.vllm={block_size: 32, enable_chunked_prefill: true}"
+    options = "rollout.vllm={block_size: 16, enable_chunked_prefill: true}"
     assert keys(plan(file, options, "policy.device=cuda", machine=NODE)) == []
 
 
@@ -1172,8 +1173,10 @@ def test_engines_on_a_cpu_need_memory_for_the_logits_of_the_responses_that_run(f
     assert logits("rollout.max_concurrent=5", "rollout.engines=2") == 10
     assert logits("rollout.max_concurrent=5", "rollout.tensor=2") == 10
     assert logits("rollout.max_concurrent=5", "rollout.pipeline=2") == 5
-    # A cache of 3 blocks of 128 tokens, with 1024 bytes per token.
-    assert logits(f"rollout.kv_cache_gib={3.5 * 128 * 1024 / GIB}") == 3
+    # A cache of 3 blocks, with 1024 bytes per token.
+    assert logits(f"rollout.kv_cache_gib={3.5 * 32 * 1024 / GIB}") == 3
+    larger = "rollout.vllm.block_size=64"
+    assert logits(f"rollout.kv_cache_gib={3.5 * 64 * 1024 / GIB}", larger) == 3
 
 
 def test_too_little_host_memory_is_refused_with_a_fix(tmp_path):

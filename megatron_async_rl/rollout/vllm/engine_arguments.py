@@ -66,6 +66,9 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
     unknown = [unknown_option(name, known) for name in rollout.vllm if name not in known]
     if unknown:
         raise UserError("", unknown)
+    options = dict(rollout.vllm)
+    if spec.device == "cpu":
+        options["block_size"] = rollout.cache_block
     return AsyncEngineArgs(
         model=str(spec.model_path),
         hf_overrides=_head(spec.dtype),
@@ -90,7 +93,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER_EXTENSION,
         **(_cpu_arguments(spec) if spec.device == "cpu" else _gpu_arguments(spec)),
-        **rollout.vllm,
+        **options,
     )
 
 
