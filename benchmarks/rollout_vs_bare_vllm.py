@@ -111,6 +111,7 @@ def ours(args: argparse.Namespace, logs: Path) -> dict[str, float]:
 def bare(args: argparse.Namespace, logs: Path) -> dict[str, float]:
     from vllm import LLM, SamplingParams
 
+    from megatron_async_rl.config.engine_options import CPU_CACHE_BLOCK
     from megatron_async_rl.rollout.vllm.plugin import environment
 
     ours_alone = ("LD_PRELOAD", "VLLM_PLUGINS")
@@ -129,6 +130,7 @@ def bare(args: argparse.Namespace, logs: Path) -> dict[str, float]:
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=False,
+        block_size=CPU_CACHE_BLOCK,
         kv_cache_memory_bytes=2**29,
         enforce_eager=True,
         enable_chunked_prefill=False,

@@ -199,10 +199,19 @@ def refused_options(
                 )
 
 
+def whole_number(value: Any) -> int | None:
+    """Return the number as which vLLM reads the value, which may be text; None for other values,
+    which `wrong_value` reports."""
+    try:
+        return TypeAdapter(int).validate_python(value)
+    except ValidationError:
+        return None
+
+
 def _splits_a_block(value: Any) -> bool:
-    """Return True for a number that is not a multiple of the smallest block on a CPU. `wrong_value`
-    reports other types."""
-    return isinstance(value, int) and (value < 1 or value % CPU_CACHE_BLOCK != 0)
+    """Return True for a number that is not a multiple of the smallest block on a CPU."""
+    size = whole_number(value)
+    return size is not None and (size < 1 or size % CPU_CACHE_BLOCK != 0)
 
 
 def unknown_option(name: str, known: Collection[str]) -> Problem:

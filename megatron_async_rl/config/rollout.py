@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from megatron_async_rl.config.engine_options import CPU_CACHE_BLOCK, refused_options
+from megatron_async_rl.config.engine_options import CPU_CACHE_BLOCK, refused_options, whole_number
 from megatron_async_rl.config.policy import Fraction
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.settings_model import OnlyJson, Strict
@@ -225,7 +225,8 @@ class RolloutConfig(Strict):
     `max_num_batched_tokens: 16384`; they are passed on unchanged. `enable_expert_parallel: true`
     divides the whole experts of a mixture-of-experts model over the `tensor` workers of a stage.
     With `quantization: fp8_per_channel` (or `fp8_per_tensor`, `fp8_per_block`) vLLM quantises the
-    weights of every update while it loads them. An argument that another key sets, or that would
+    weights of every update while it loads them. On a CPU `block_size` is 32 unless it is set here:
+    responses share whole blocks of their prompt. An argument that another key sets, or that would
     break weight updates or log-probs, is refused with the reason."""
 
     @property
@@ -236,9 +237,8 @@ class RolloutConfig(Strict):
     @property
     def cache_block(self) -> int:
         """Tokens per block of an engine's key-value cache on a CPU."""
-        size = self.vllm.get("block_size")
         # The plan reports other values.
-        return size if isinstance(size, int) and size > 0 else CPU_CACHE_BLOCK
+        return max(0, whole_number(self.vllm.get("block_size")) or 0) or CPU_CACHE_BLOCK
 
     @property
     def workers(self) -> int:

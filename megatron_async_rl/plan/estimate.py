@@ -256,7 +256,8 @@ def estimate(
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
     # Responses divide evenly, because the router fills the engine with the fewest.
     responses = batch.samples / rollout.engines
-    reading = prompt_operations(shape, batch.prompt)
+    # The responses of a group share the keys and values of their prompt.
+    reading = prompt_operations(shape, batch.prompt) / config.flow.group_size
     reading_s = responses * reading / (rollout.workers * COMPUTE_SHARE * chip.bfloat16)
     return Estimate(
         chip=chip,

@@ -4,8 +4,8 @@ derives them from a run's logs.
 
     decoding a token    each GPU of an engine reads its weights and the keys and values of its
                         responses, or computes, whichever takes longer
-    a training step     2 operations for each weight and token in a forward pass; as many passes as
-                        the config requests; then gradients are reduced and weights gathered
+    a training step     operations as in plan/operations.py; then gradients are reduced and weights
+                        gathered
     weights             staged by the ranks of the first machine, sent to the engines' machines in
                         buckets, loaded bucket by bucket
 
@@ -58,7 +58,8 @@ class SimulationRates:
     places: int
     """Number of responses that an engine decodes at a time."""
     prompt_s: float = 0.0
-    """Time in which an engine processes a new prompt and decodes nothing."""
+    """Time in which an engine processes the prompt of a response and decodes nothing; mean over the
+    responses of a group."""
     ask_s: float = 0.0
     """Time from the admission of a request until its engine has it."""
     take_s: float = 0.0
@@ -119,6 +120,8 @@ class Hardware:
 
     tflops: float
     """Peak of a GPU, dense, in bfloat16."""
+    fp8_speed: float = 1.0
+    """The same in FP8, relative to bfloat16's; for `policy.fp8`."""
     memory_gib: float
     memory_tb_s: float
     gpus_per_machine: int = 8
@@ -160,6 +163,7 @@ class Hardware:
 NAMED = {
     name: Hardware(
         tflops=chip.bfloat16 / 1e12,
+        fp8_speed=chip.fp8_speed,
         memory_gib=float(chip.sizes[0]),
         memory_tb_s=chip.memory_rate / 1e12,
     )
@@ -241,7 +245,10 @@ def rates_of(
             (fixed_s, token_operations(shape, context) / compute),
         ),
         places=places,
-        prompt_s=prompt_operations(shape, hardware.prompt_tokens) / compute,
+        # The responses of a group share the keys and values of their prompt.
+        prompt_s=prompt_operations(shape, hardware.prompt_tokens)
+        / config.flow.group_size
+        / compute,
         take_s=hardware.take_s,
         **_training(config, shape, hardware, lengths),
         **_weights(config, weights, hardware),
@@ -254,7 +261,8 @@ def _training(
     parallel, objective, flow = config.policy.parallel, config.objective, config.flow
     group = GroupTokens.of(config, hardware.prompt_tokens, lengths.mean)
     # A simulation counts every token of a sample, although a shared prompt is computed once.
-    operations = training_operations(config, shape, group) / (group.prompt + group.response)
+    operations = training_operations(config, shape, group, fp8_speed=hardware.fp8_speed)
+    operations /= group.prompt + group.response
     samples = flow.prompts_per_step * flow.group_size
     share = samples * group.computed / parallel.data / objective.minibatches
     micro_batches = max(1.0, share / config.policy.tokens_per_micro_batch)

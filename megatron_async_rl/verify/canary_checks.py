@@ -190,7 +190,10 @@ def updated_rows(
     for name, remedy, chosen in zip(UPDATED, remedies, (~long, long), strict=True):
         if name == UPDATED[1] and not long.any():
             why = "no canary prompt is longer than a block of the cache"
-            fix = "raise rollout.max_context, or set rollout.vllm.block_size: 32"
+            fix = (
+                "raise rollout.max_context and policy.tokens_per_micro_batch, or remove"
+                " rollout.vllm.block_size"
+            )
             yield absent(name, why, "", fix)
         # Otherwise a stale engine would look like rounding.
         elif moved <= 2 * rounding:

@@ -85,7 +85,7 @@ def _long_prompt(config: Config, maximum: int) -> int:
     if shape is not None:
         limit = min(limit, context_limit(config, shape))
     wanted: int = min(NumericsConfig.default_of("long_prompt"), limit - maximum)
-    # A block has fewer tokens on a GPU.
+    # vLLM's blocks on a GPU have 16 tokens for most models.
     return wanted if wanted > config.rollout.cache_block else 0
 
 

@@ -15,8 +15,7 @@ def verified(workspace: Workspace, name: str, *overrides: str) -> tuple[int, dic
     """Return the exit code and the scorecard's JSON."""
     config = workspace.config(name)
     tree = yaml.safe_load(config.read_text())
-    # Blocks so short that prompts within the model's context have one.
-    tree["rollout"] |= {"engines": 2, "in_flight": "keep", "vllm": {"block_size": 32}}
+    tree["rollout"] |= {"engines": 2, "in_flight": "keep"}
     config.write_text(yaml.safe_dump(tree))
     written = workspace.folder / f"{name}.json"
     code, said = workspace.mar(

@@ -36,7 +36,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneProcess]:
         yield OneProcess(tmp_path_factory.mktemp("numerics"), patch)
 
 
-SHORT = ("rollout.sampling.max_tokens=12", "rollout.max_context=72", "rollout.vllm.block_size=32")
+SHORT = ("rollout.sampling.max_tokens=12", "rollout.max_context=72")
 """Settings with which a check takes a second; a lengthened prompt still has a block of the
 cache."""
 

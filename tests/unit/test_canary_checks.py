@@ -251,18 +251,28 @@ def test_every_row_of_canaries_is_the_one_on_its_page() -> None:
     require_page("verify/canaries", text)
 
 
-def test_only_prompts_that_no_environment_renders_are_lengthened(tmp_path: Path) -> None:
+def test_prompts_are_lengthened_beyond_a_block_if_no_environment_renders_them(
+    tmp_path: Path,
+) -> None:
     file = write_run(tmp_path, max_position_embeddings=4096)
     lengths = []
-    for environment in ("null", "{name: 'tests.unit.agents:run'}"):
-        overrides = [f"rollout.environment={environment}", "policy.tokens_per_micro_batch=4096"]
+    for changes in (
+        [],
+        ["rollout.environment={name: 'tests.unit.agents:run'}"],
+        ["rollout.max_context=45"],  # 33 tokens besides the response
+        ["rollout.max_context=44"],
+        ["rollout.max_context=76", "rollout.vllm.block_size=64"],
+        ["rollout.max_context=77", "rollout.vllm.block_size=64"],
+    ):
+        overrides = ["policy.tokens_per_micro_batch=4096", "rollout.sampling.max_tokens=12"]
+        overrides += changes
         (settings,) = (
             one.removeprefix("run.numerics=")
             for one in numerics_overrides(load(file, overrides))
             if one.startswith("run.numerics=")
         )
         lengths.append(json.loads(settings)["long_prompt"])
-    assert lengths == [NumericsConfig.default_of("long_prompt"), 0]
+    assert lengths == [NumericsConfig.default_of("long_prompt"), 0, 33, 0, 0, 65]
 
 
 def test_canaries_end_without_a_measurement_if_the_run_stops(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_no_default_of_vllm_counts_as_a_wrong_value():
 def test_an_option_of_the_config_reaches_vllm(tmp_path: Path) -> None:
     from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
 
-    found = engine_arguments(spec_with(tmp_path, max_num_batched_tokens=4096, block_size=64))
+    found = engine_arguments(spec_with(tmp_path, max_num_batched_tokens=4096, block_size="64"))
     assert (found.max_num_batched_tokens, found.block_size) == (4096, 64)
 
 

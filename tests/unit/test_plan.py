@@ -489,8 +489,11 @@ def test_an_unknown_option_of_vllm_is_answered_with_one_that_may_be_set(file):
         (problem,) = plan(file, f"rollout.vllm.{name}=1").problems
         assert (problem.key, problem.fix) == (f"rollout.vllm.{name}", fix)
         assert problem.what == "is not an argument of the installed vLLM's engine"
-    for value in ("null", "'32'"):
+    for value in ("null", "64", "'64'"):
         assert plan(file, f"rollout.vllm.block_size={value}").problems == ()
+    for value in ("0", "'16'", "48.0"):
+        (problem,) = plan(file, f"rollout.vllm.block_size={value}").problems
+        assert "vLLM reads blocks of a multiple of 32 tokens" in str(problem)
 
 
 def test_head_sizes_without_a_cpu_kernel_of_vllm_are_refused(tmp_path):

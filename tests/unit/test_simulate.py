@@ -323,8 +323,14 @@ def test_stated_hardware_gives_the_rates_that_its_sizes_do(recipe: Path) -> None
     speed = 16 * 1e15 * 0.4
     operations = 5 * (layers + attends) + 4 * head
     assert rates.train_token_s == pytest.approx(operations / speed, rel=1e-3)
-    # A prompt's logits are not computed in an engine, either; two GPUs at half speed.
-    reading = 200 * (layers + 4 * 64 * 5120 * 100)
+    in_fp8 = load(recipe, ["policy.prefix_sharing=never", "policy.fp8={recipe: tensorwise}"])
+    twice = replace(HARDWARE, fp8_speed=2.0)
+    operations -= 5 * layers / 2
+    assert rates_of(in_fp8, shape, twice, lengths).train_token_s == pytest.approx(
+        operations / speed, rel=1e-3
+    )
+    # A prompt has no logits in an engine, either, and a group shares it; two GPUs at half speed.
+    reading = 200 * (layers + 4 * 64 * 5120 * 100) / config.flow.group_size
     assert rates.prompt_s == pytest.approx(reading / (2 * 1e15 * 0.5), rel=1e-3)
     shared = rates_of(load(recipe, []), shape, HARDWARE, lengths)
     computed = 200 / config.flow.group_size + lengths.mean
