@@ -1,14 +1,17 @@
 """Sampling groups of responses on a CPU: blocks of 32 tokens in the key-value cache, which this
 project sets, against vLLM's default of 128.
 
-Responses to one prompt share only whole blocks of it. One engine samples 16 x 8 responses of equal
-length with one thread; prompts are random tokens, new in each round. Each side runs in a process of
-its own, and the sides take turns, `--repeats` times each. Ratio = seconds per round with blocks of
-128 / seconds with 32, of the medians.
+Responses to one prompt share only whole blocks of it. Smaller blocks also leave less of the cache
+unused, so with a small cache more responses run at a time; the default is large enough for all.
+Attention computes one product per block, so smaller blocks cost more in long contexts. One engine
+samples 16 x 8 responses of equal length with one thread; prompts are random tokens, new in each
+round. Each side runs in a process of its own, and the sides take turns, `--repeats` times each.
+Ratio = seconds per round with blocks of 128 / seconds with 32, of the medians.
 
-    python benchmarks/cache_blocks.py                       # SmolLM2-135M, 59 + 16 tokens
-    python benchmarks/cache_blocks.py --prompt-tokens 20    # shorter than a block
-    python benchmarks/cache_blocks.py --prompt-tokens 512   # whole blocks of either size
+    python benchmarks/cache_blocks.py                         # SmolLM2-135M, 59 + 16 tokens
+    python benchmarks/cache_blocks.py --cache-gib 0.25        # as in examples/smollm2_*.yaml
+    python benchmarks/cache_blocks.py --prompt-tokens 128     # whole blocks of either size
+    python benchmarks/cache_blocks.py --prompt-tokens 128 --response-tokens 256   # long contexts
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def seconds_per_round(args: argparse.Namespace) -> float:
 
     llm = LLM(
         model=str(args.model),
-        dtype="float32",
+        dtype=args.dtype,
         max_model_len=args.prompt_tokens + args.response_tokens,
         max_num_seqs=256,
         block_size=args.block,
@@ -72,7 +75,7 @@ def seconds_per_round(args: argparse.Namespace) -> float:
     started = time.perf_counter()
     for number in range(1, args.rounds + 1):
         one_round(number)
-    seconds = (time.perf_counter() - started) / args.rounds
+    seconds: float = (time.perf_counter() - started) / args.rounds
     # At exit Python would wait for the engine process, which nothing else ends.
     llm.llm_engine.engine_core.shutdown()
     return seconds
@@ -103,7 +106,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=SMOLLM2)
     parser.add_argument("--prompt-tokens", type=int, default=59)
     parser.add_argument("--response-tokens", type=int, default=16)
-    parser.add_argument("--cache-gib", type=float, default=0.25)
+    parser.add_argument("--cache-gib", type=float, default=3.0)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--block", type=int, help=argparse.SUPPRESS)
@@ -119,6 +123,8 @@ def main() -> None:
     result = {
         "prompt_tokens": args.prompt_tokens,
         "response_tokens": args.response_tokens,
+        "cache_gib": args.cache_gib,
+        "dtype": args.dtype,
         "seconds": {str(block): [round(one, 2) for one in runs[block]] for block in BLOCKS},
         "ratio": round(theirs / ours, 2),
     }
