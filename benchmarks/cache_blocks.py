@@ -10,8 +10,8 @@ Ratio = seconds per round with blocks of 128 / seconds with 32, of the medians.
 
     python benchmarks/cache_blocks.py                         # SmolLM2-135M, 59 + 16 tokens
     python benchmarks/cache_blocks.py --cache-gib 0.25        # as in examples/smollm2_*.yaml
-    python benchmarks/cache_blocks.py --prompt-tokens 128     # whole blocks of either size
-    python benchmarks/cache_blocks.py --prompt-tokens 128 --response-tokens 256   # long contexts
+    python benchmarks/cache_blocks.py --prompt-tokens 129     # both share all but the last token
+    python benchmarks/cache_blocks.py --prompts 4 --prompt-tokens 129 --response-tokens 256   # long
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SMOLLM2 = ROOT / "examples" / "smollm2" / "generated" / "smollm2"
 BLOCKS = (32, 128)
-PROMPTS, GROUP = 16, 8
+GROUP = 8
 VOCABULARY = 40_000
 """Prompts have random token ids below this number, which the model has."""
 
@@ -53,28 +53,28 @@ def seconds_per_round(args: argparse.Namespace) -> float:
     )
     chance = random.Random(0)
 
-    def one_round(number: int) -> None:
+    def one_round(number: int, tokens: int) -> None:
         prompts = [
             {"prompt_token_ids": [chance.randrange(VOCABULARY) for _ in range(args.prompt_tokens)]}
-            for _ in range(PROMPTS)
+            for _ in range(args.prompts)
         ]
         parameters = [
             SamplingParams(
-                max_tokens=args.response_tokens,
+                max_tokens=tokens,
                 ignore_eos=True,
                 logprobs=0,
                 detokenize=False,
-                seed=number * PROMPTS * GROUP + index,
+                seed=number * args.prompts * GROUP + index,
             )
-            for index in range(PROMPTS * GROUP)
+            for index in range(args.prompts * GROUP)
         ]
         asked = [prompt for prompt in prompts for _ in range(GROUP)]
         llm.generate(asked, parameters, use_tqdm=False)
 
-    one_round(0)
+    one_round(0, tokens=2)
     started = time.perf_counter()
     for number in range(1, args.rounds + 1):
-        one_round(number)
+        one_round(number, args.response_tokens)
     seconds: float = (time.perf_counter() - started) / args.rounds
     # At exit Python would wait for the engine process, which nothing else ends.
     llm.llm_engine.engine_core.shutdown()
@@ -104,6 +104,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=SMOLLM2)
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=59)
     parser.add_argument("--response-tokens", type=int, default=16)
     parser.add_argument("--cache-gib", type=float, default=3.0)
@@ -121,6 +122,7 @@ def main() -> None:
             runs[block].append(in_own_process(block))
     ours, theirs = (statistics.median(runs[block]) for block in BLOCKS)
     result = {
+        "prompts": args.prompts,
         "prompt_tokens": args.prompt_tokens,
         "response_tokens": args.response_tokens,
         "cache_gib": args.cache_gib,
