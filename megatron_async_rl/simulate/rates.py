@@ -171,6 +171,8 @@ NAMED = {
 }
 TREE = "tree"
 """A carrier that this project does not have: from GPU to GPU down a tree."""
+ZERO = ("decode_step_ms", "bucket_ms", "take_s", "prompt_tokens", "response_sigma", "alike")
+"""Numbers of `Hardware` that may be 0; the simulation divides by the others."""
 SIMULATED = (*(name for name, one in CARRIERS.items() if not one.ipc), TREE)
 """Values of `carrier`."""
 
@@ -191,8 +193,13 @@ def assumed(name: str, changes: Iterable[str]) -> Hardware:
         except ValueError:
             # Not a number: the range check below refuses it.
             value = -1
-        if value not in SIMULATED if key == "carrier" else not 0 <= value < math.inf:
-            fix = f"one of {', '.join(SIMULATED)}" if key == "carrier" else "a number, 0 or more"
+        if key == "carrier":
+            fits, fix = value in SIMULATED, f"one of {', '.join(SIMULATED)}"
+        elif key in ZERO:
+            fits, fix = 0 <= value < math.inf, "a number, 0 or more"
+        else:
+            fits, fix = 0 < value < math.inf, "a number above 0"
+        if not fits:
             raise UserError.of("--assume", f"{text!r} does not fit {key}", fix)
         hardware = replace(hardware, **{key: value})
     return hardware

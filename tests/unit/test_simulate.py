@@ -430,8 +430,10 @@ def test_the_command_takes_the_rates_of_a_run(measured: Path) -> None:
         (["--hardware", "tpu"], "'tpu' is not known\n  fix: one of h100, h200"),
         (["--assume", "tflop=1"], "did you mean tflops?"),
         (["--assume", "carrier=ship"], "one of shared_memory, relay, collective, tree"),
-        (["--assume", "tflops=-1"], "a number, 0 or more"),
-        (["--assume", "tflops=fast"], "'fast' does not fit tflops\n  fix: a number, 0 or more"),
+        (["--assume", "take_s=-1"], "'-1' does not fit take_s\n  fix: a number, 0 or more"),
+        (["--assume", "tflops=0"], "'0' does not fit tflops\n  fix: a number above 0"),
+        (["--assume", "fp8_speed=inf"], "'inf' does not fit fp8_speed\n  fix: a number above 0"),
+        (["--assume", "tflops=fast"], "'fast' does not fit tflops\n  fix: a number above 0"),
         (["--gpus", "64", "--assume", "memory_gib=9"], "the 7.6 GiB that 0.85 of a GPU gives"),
         (
             ["--assume", "prompt_tokens=100000000"],
