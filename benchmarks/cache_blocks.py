@@ -88,14 +88,7 @@ def in_own_process(block: int) -> float:
         "HF_HUB_OFFLINE": "1",
     }
     command = [sys.executable, __file__, *sys.argv[1:], "--block", str(block)]
-    out = subprocess.run(
-        command,
-        check=True,
-        env=environment,
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-    ).stdout
+    out = subprocess.check_output(command, env=environment, text=True)
     return float(out.strip().splitlines()[-1])
 
 

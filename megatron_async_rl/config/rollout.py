@@ -237,8 +237,9 @@ class RolloutConfig(Strict):
     @property
     def cache_block(self) -> int:
         """Tokens per block of an engine's key-value cache on a CPU."""
+        size = whole_number(self.vllm.get("block_size"))
         # The plan reports other values.
-        return max(0, whole_number(self.vllm.get("block_size")) or 0) or CPU_CACHE_BLOCK
+        return CPU_CACHE_BLOCK if size is None or size < 1 else size
 
     @property
     def workers(self) -> int:

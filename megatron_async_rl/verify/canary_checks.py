@@ -179,7 +179,7 @@ def updated_rows(
         " captured graphs: compare rollout.vllm with its defaults, and set"
         " rollout.vllm.enforce_eager: true",
         "keys and values of earlier weights were used: each update must reset the prefix cache, or"
-        " salt it by version; set rollout.vllm.enable_prefix_caching: false until this row passes",
+        " salt it by version; set rollout.in_flight: recompute, with which each update clears it",
     )
     long = second.lengthened(prompts)[second.rows]
     if not long_prompt:
