@@ -63,7 +63,7 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         policy = Policy.build(
             config.model,
             config.policy,
-            config.objective,
+            config.resolved_objective,
             config.controls,
             layout=layout,
             temperature=config.rollout.sampling.temperature if config.rollout else 1.0,

@@ -42,7 +42,7 @@ class ControlSettings(ReadsRatios):
     """True if the control reads pi / mu with any settings. Given responses have no such ratio."""
     needs_past_weights: ClassVar[bool] = False
     """True if the control reads the weights that sampled the batch. The run keeps
-    `objective.snapshots` versions of them."""
+    the newest versions of them (`objective.snapshots`)."""
 
     @property
     def ratios(self) -> frozenset[Ratio]:
@@ -222,7 +222,7 @@ class EssLrControl(ControlSettings):
 class DisplacementControl(ControlSettings):
     """Experimental method of this project: removes the component of the optimizer's update along
     the displacement, the change of the weights since the version that sampled the batch. The run
-    keeps `objective.snapshots` versions of the weights."""
+    keeps the newest versions of the weights (`objective.snapshots`)."""
 
     method: ClassVar[Any] = "controls.displacement:Displacement"
     needs_past_weights: ClassVar[bool] = True

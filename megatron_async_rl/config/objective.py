@@ -160,9 +160,10 @@ class ObjectiveConfig(Strict):
     2605.12070)."""
     ewma_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
     """Decay per step of `proximal: ewma`."""
-    snapshots: PositiveInt = 8
+    snapshots: PositiveInt | None = None
     """Number of past weight versions that the run keeps in host memory and in checkpoints for
-    `proximal: snapshot` and the control `displacement`; at least the largest lag + 1."""
+    `proximal: snapshot` and the control `displacement`. Null keeps as many as a batch may contain:
+    the largest lag, `flow.async_ratio` rounded up, + 1. A smaller number is refused."""
     aggregation: Aggregation | None = None
     """Aggregation of the token losses, with denominators from the whole optimizer-step batch.
     Null uses the aggregation of the loss's paper."""
@@ -188,6 +189,16 @@ class ObjectiveConfig(Strict):
     def aggregation_used(self) -> Aggregation:
         # The user's choice takes precedence over the aggregation of the loss's paper.
         return self.aggregation if self.aggregation is not None else self.loss.default_aggregation
+
+    @property
+    def past_versions(self) -> int:
+        """`snapshots` of a resolved objective (`Config.resolved_objective`). Raises ValueError for
+        null."""
+        if self.snapshots is None:
+            raise ValueError(
+                "objective.snapshots is null; only the whole configuration resolves it"
+            )
+        return self.snapshots
 
     @property
     def needs_reference(self) -> bool:

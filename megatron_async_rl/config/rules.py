@@ -120,17 +120,17 @@ def run_conflicts(config: Config) -> Iterator[str]:
             f"objective.loss: {loss.name} compares the responses of a group; set flow.group_size to"
             " at least 2"
         )
-    # A batch may hold every version from the bound to the current one.
-    versions = math.ceil(flow.async_ratio) + 1
+    versions = config.batch_versions
     kept = [
         f"controls: {control.name}" for control in config.controls if control.needs_past_weights
     ]
     kept += ["objective.proximal: snapshot"] if objective.proximal == "snapshot" else []
-    if kept and objective.snapshots < versions:
+    if kept and objective.snapshots is not None and objective.snapshots < versions:
         yield (
             f"objective.snapshots: {objective.snapshots} is too small for"
             f" {' and '.join(kept)}: with flow.async_ratio: {flow.async_ratio:g} a batch contains"
-            f" tokens of up to {versions} weight versions; set it to at least {versions}"
+            f" tokens of up to {versions} weight versions; remove it, or set it to at least"
+            f" {versions}"
         )
     if loss.whole_group_of_one_version and flow.selection.name == "replay":
         yield (
@@ -267,8 +267,8 @@ def _selection(config: Config) -> Iterator[str]:
         if kept:
             yield (
                 f"flow.selection: replay trains on samples of any age, and {' and '.join(kept)}"
-                " needs the weights that sampled them, while a run keeps only objective.snapshots"
-                " versions; set another selection"
+                " needs the weights that sampled them, while a run keeps only the newest versions;"
+                " set another selection"
             )
 
 

@@ -257,6 +257,18 @@ class Config(Strict):
         return [] if self.eval is None else held_out_files(self.data, self.eval)
 
     @property
+    def batch_versions(self) -> int:
+        """Largest number of weight versions that sampled the tokens of one batch."""
+        # Every version from the staleness bound to the current one.
+        return math.ceil(self.flow.async_ratio) + 1
+
+    @property
+    def resolved_objective(self) -> ObjectiveConfig:
+        """The objective with the number of past weight versions that the run keeps."""
+        kept = self.objective.snapshots or self.batch_versions
+        return self.objective.model_copy(update={"snapshots": kept})
+
+    @property
     def optimizer_steps(self) -> int:
         """Number of optimizer steps of the whole run, skipped steps included."""
         return self.run.steps * self.objective.steps_per_batch

@@ -258,7 +258,7 @@ def staged_bytes(config: Config) -> int:
 def saved_bytes(config: Config) -> int:
     """Return the bytes of a checkpoint per trained parameter: weights, optimizer state, past
     gradients in float32, and the copies of the weights that a resumed run needs."""
-    objective, own = config.objective, copy_bytes(config)
+    objective, own = config.resolved_objective, copy_bytes(config)
     reference = objective.reference if objective.needs_reference else None
     copied = state_bytes(config) + (0 if keeps_8_bits(config) else own)
     copied += FLOAT32 * sum(isinstance(control, AlignmentSettings) for control in config.controls)
@@ -270,8 +270,8 @@ def saved_bytes(config: Config) -> int:
         copied += FLOAT32
     # The newest snapshot equals the checkpoint's weights and is not saved twice.
     if _compares(config) and objective.proximal == "snapshot":
-        copied += (objective.snapshots - 1) * own
-    return copied + past_master_bytes(config, kept=objective.snapshots - 1)
+        copied += (objective.past_versions - 1) * own
+    return copied + past_master_bytes(config, kept=objective.past_versions - 1)
 
 
 def trained_parameters(config: Config, shape: ModelShape) -> int:
@@ -316,7 +316,7 @@ def held_bytes(config: Config) -> int:
     # During a pass of another policy, host memory contains the trained weights, which it replaces.
     placed = own if held or proximal else 0
     if proximal:
-        held += objective.snapshots * own
+        held += config.resolved_objective.past_versions * own
     return held + placed
 
 
@@ -327,7 +327,7 @@ def _compares(config: Config) -> bool:
 def past_master_bytes(config: Config, kept: int | None = None) -> int:
     """Return the bytes, in host memory, of the `kept` past versions (null: all) of the optimizer's
     parameters that a control reads, per parameter whose optimizer state a rank has."""
-    versions = config.objective.snapshots if kept is None else kept
+    versions = config.resolved_objective.past_versions if kept is None else kept
     needed = any(control.needs_past_weights for control in config.controls)
     return versions * FLOAT32 if needed else 0
 

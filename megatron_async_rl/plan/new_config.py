@@ -60,7 +60,6 @@ objective:
   loss: reinforce
   proximal: recompute
   corrections: [{{name: tis, level: {level}, cap: 2.0}}]
-  snapshots: 3                   # the largest lag + 1
 controls: [{{name: displacement, tolerated_kl: 0.02}}]
 """,
     ),

@@ -156,7 +156,7 @@ class Policy:
         )
         objective = Objective(objective_config)
         past_masters = (
-            Snapshots(lambda: MasterSnapshot(optimizer), objective_config.snapshots)
+            Snapshots(lambda: MasterSnapshot(optimizer), objective_config.past_versions)
             # Float32 copies of all weights, made only for a control that reads them.
             if any(config.needs_past_weights for config in controls_config)
             else None

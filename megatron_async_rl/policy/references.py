@@ -146,7 +146,7 @@ class ReferencePolicies:
         if "logp_prox" in needs and config.proximal == "ewma":
             self.average = self._copy(model, torch.float32)
         if "logp_prox" in needs and config.proximal == "snapshot":
-            self.snapshots = Snapshots(lambda: self._copy(model), config.snapshots)
+            self.snapshots = Snapshots(lambda: self._copy(model), config.past_versions)
 
     def _copy(self, model: PolicyModel, dtype: torch.dtype | None = None) -> PolicyCopy:
         if self._optimizer is not None:

@@ -204,7 +204,7 @@ def test_a_loaded_policy_makes_the_same_next_step(build: Build, tmp_path: Path) 
     for number, (objective, controls, others) in enumerate(
         (
             (MOVING, (GacControl(),), {}),
-            (ObjectiveConfig(minibatches=2), (DisplacementControl(),), {}),
+            (ObjectiveConfig(minibatches=2, snapshots=3), (DisplacementControl(),), {}),
             (ObjectiveConfig(), (), settings),
             (ObjectiveConfig(), (), {"optimizer": {"moment_dtype": "bfloat16"}}),
         )

@@ -26,7 +26,8 @@ def two_steps(config, model, layout):
     policy = Policy.build(
         ModelConfig(path=model, dtype="float32"),
         config.policy,
-        config.objective,
+        # The second batch has tokens of versions 0 and 1, whatever the ratio of the configuration.
+        config.objective.model_copy(update={"snapshots": 2}),
         config.controls,
         layout=layout,
         temperature=0.7,

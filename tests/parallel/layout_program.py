@@ -40,6 +40,8 @@ from megatron_async_rl.weights.export import WeightExporter
 from tests.train_batches import groups_of
 
 TEMPERATURE = 0.7
+VERSIONS = 8
+"""Number of past weight versions that a policy keeps if its objective names none."""
 GAC = GacControl(c_low=0.15)
 CONTROLS = (GAC, EssLrControl())
 
@@ -80,6 +82,9 @@ class Rank:
         # A large epsilon keeps Adam smooth: with a tiny one the update of a near-zero gradient is
         # its rounding's sign.
         optimizer = {"lr": 1e-3, "eps": 0.01, "weight_decay": 1.0, "clip_grad": 0.5, **optimizer}
+        objective = objective or ObjectiveConfig()
+        if objective.snapshots is None:
+            objective = objective.model_copy(update={"snapshots": VERSIONS})
         return Policy.build(
             ModelConfig(path=self.material / model, dtype=dtype),
             PolicyConfig(
@@ -97,7 +102,7 @@ class Rank:
                 lora=lora,
                 fp8=fp8,
             ),
-            objective or ObjectiveConfig(),
+            objective,
             controls,
             layout=self.layout,
             temperature=temperature,

@@ -119,15 +119,15 @@ def reference(
 
 def copies(config: Config, model: Any, optimizer: Any) -> int:
     """Bytes of the copies of the weights, once there are as many versions as the run keeps."""
-    objective = config.objective
+    objective = config.resolved_objective
     past = any(control.needs_past_weights for control in config.controls)
     with META:
         masters = (
-            Snapshots(lambda: MasterSnapshot(optimizer), objective.snapshots) if past else None
+            Snapshots(lambda: MasterSnapshot(optimizer), objective.past_versions) if past else None
         )
         needs = Objective(objective).needs
         held = ReferencePolicies(objective, needs, model, past_masters=masters)
-        for version in range(objective.snapshots):
+        for version in range(objective.past_versions):
             held.begin(version)
     kept = [held.trained, held.reference, held.average]
     kept += held.snapshots.versions.values() if held.snapshots is not None else []

@@ -357,6 +357,8 @@ def test_the_plan_counts_host_memory_of_the_kept_versions():
     assert (held_bytes(kept), past_master_bytes(kept)) == (0, 5 * 4)
     both = config(objective={"snapshots": 5, "proximal": "snapshot"})
     assert (held_bytes(both), past_master_bytes(both)) == (5 * 4 + 4, 5 * 4)
+    # Without a number, as many as a batch may contain: at ratio 1.5, of lags 0, 1 and 2.
+    assert past_master_bytes(config(flow={"async_ratio": 1.5})) == 3 * 4
     assert past_master_bytes(config(controls=[])) == 0
 
 

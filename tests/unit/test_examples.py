@@ -34,10 +34,13 @@ def holds(settings, kept):
 
 
 def test_the_run_beside_the_demo_differs_from_it_in_one_control_alone():
-    demo = load(EXAMPLES / "arithmetic_cpu.yaml").model_dump(mode="json")
+    config = load(EXAMPLES / "arithmetic_cpu.yaml")
+    demo = config.model_dump(mode="json")
     folder = EXAMPLES / "arithmetic" / "without_control"
     kept = yaml.safe_load((folder / "config.yaml").read_text())
     without = kept.pop("controls")
+    # The demo keeps the same number of versions by default.
+    assert kept["objective"].pop("snapshots") == config.resolved_objective.past_versions
     assert [control["name"] for control in demo["controls"]] == ["gac", "displacement"]
     assert all(map(holds, demo["controls"], without))
     assert len(without) == 1

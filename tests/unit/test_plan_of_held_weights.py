@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.plan.layer_memory import context_masks
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine
@@ -44,6 +45,7 @@ def held(file, *overrides):
         (["objective.kl.coef=0.1", "objective.reference.ema=0.9"], 4 + 2),
         (["objective.proximal=ewma"], 4 + 2),
         (["objective.proximal=snapshot", "objective.snapshots=5"], 5 * 2 + 2),
+        (["objective.proximal=snapshot", "flow.async_ratio=1.5"], 3 * 2 + 2),
         (
             ["objective.proximal=snapshot", "objective.snapshots=5", "objective.kl.coef=0.1"],
             5 * 2 + 2 + 2,
@@ -93,6 +95,20 @@ def test_snapshots_must_include_the_version_of_the_oldest_token(
     ):
         load(file, [*keys, f"objective.snapshots={snapshots}"])
     assert load(file, [*keys, f"objective.snapshots={needed}"]).objective.snapshots == needed
+
+
+@pytest.mark.parametrize(("async_ratio", "kept"), [(0, 1), (1, 2), (1.5, 3), (4, 5)])
+def test_without_a_number_a_run_keeps_the_versions_that_a_batch_may_contain(
+    file, async_ratio, kept
+):
+    keys = ["objective.proximal=snapshot", f"flow.async_ratio={async_ratio}"]
+    assert load(file, keys).resolved_objective.past_versions == kept
+    assert load(file, [*keys, "objective.snapshots=7"]).resolved_objective.past_versions == 7
+
+
+def test_an_objective_without_its_run_does_not_know_how_many_versions_to_keep():
+    with pytest.raises(ValueError, match=r"objective\.snapshots is null"):
+        _ = ObjectiveConfig(proximal="snapshot").past_versions
 
 
 @pytest.fixture

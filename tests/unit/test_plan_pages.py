@@ -111,6 +111,7 @@ CASES: dict[str, tuple[str, Machine, tuple[str, ...]]] = {
             "policy.layers=local",
             "policy.sequence=packed",
             "controls=[displacement]",
+            "objective.snapshots=8",
         ),
     ),
     "server_colocated": (
@@ -141,7 +142,7 @@ CASES: dict[str, tuple[str, Machine, tuple[str, ...]]] = {
             "rollout.engines=2",
             "rollout.tensor=2",
             "rollout.pipeline=1",
-            "objective={loss: reinforce, proximal: snapshot, corrections: [{name: tis}]}",
+            "objective={loss: reinforce, proximal: snapshot, snapshots: 8, corrections: [tis]}",
             "controls=[{name: gac, reference_dtype: bf16, reference_offload: cpu}]",
         ),
     ),
