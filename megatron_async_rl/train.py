@@ -36,6 +36,7 @@ from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.verify.canary_loop import measure_canaries
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.events import failure_of, record_failure
+from megatron_async_rl.watchdog.freed_memory import return_freed_memory
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.watchdog.processes import collect_rarely
 from megatron_async_rl.watchdog.run_folder import name_shared_memory
@@ -138,6 +139,9 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         version += 1
         rank.give_devices()
         rank.publish(version)
+        # After the publish, because it takes up to 0.1 s. On a CPU the activations of micro-batches
+        # of other sizes leave gaps, and the process would grow.
+        return_freed_memory()
         rank.evaluate(policy.mean_loss)
         rank0.log(batch, metrics, policy.lag0)
         policy.require_finite_steps(ended=replay is None and version == config.run.steps)

@@ -121,6 +121,14 @@ def test_steps_that_are_not_in_a_row_do_not(run):
     assert rank0.said[-1] == ("finished", "8 optimizer steps were not finite")
 
 
+def test_a_rank_returns_freed_memory_after_each_step(run, monkeypatch):
+    logged = []
+    monkeypatch.setattr(train_module, "return_freed_memory", lambda: logged.append("freed"))
+    monkeypatch.setattr(FakeRank0, "log", lambda *_: logged.append("step"))
+    run([True] * 3)
+    assert logged == ["freed", "step"] * 3
+
+
 def test_the_limit_is_a_key(run):
     assert "2 optimizer steps in a row" in str(run([False] * 3, "policy.max_nonfinite_steps=2")[2])
     assert run([True, *[False] * 8, True], "policy.max_nonfinite_steps=9")[2] is None

@@ -334,7 +334,7 @@ def test_engines_of_several_workers_bind_no_threads_and_record_by_request(
 
 FREED = """
 import numpy as np
-from megatron_async_rl.rollout.vllm import cpu_worker
+from megatron_async_rl.watchdog import freed_memory
 
 MIB = 2**20
 
@@ -348,16 +348,16 @@ blocks = [np.ones(MIB // 8) for _ in range(200)]
 full = resident()
 # The last block is at the end of the heap, which could otherwise shrink.
 del blocks[:-1]
-cpu_worker.KEPT_BYTES = 400 * MIB
-cpu_worker.return_freed_memory()
+freed_memory.KEPT_BYTES = 400 * MIB
+freed_memory.return_freed_memory()
 assert resident() > full - 20, "less than KEPT_BYTES is kept"
-cpu_worker.KEPT_BYTES = 150 * MIB
-cpu_worker.return_freed_memory()
+freed_memory.KEPT_BYTES = 150 * MIB
+freed_memory.return_freed_memory()
 assert resident() < full - 180, (full, resident())
 """
 
 
-def test_a_worker_returns_freed_memory_above_a_bound() -> None:
+def test_a_process_returns_freed_memory_above_a_bound() -> None:
     kept = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
     # A fresh interpreter, because the C library reads these variables when it is loaded.
     environment = os.environ | kept | {"PYTHONPATH": str(Path(__file__).parents[2])}

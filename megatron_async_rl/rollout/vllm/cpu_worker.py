@@ -1,8 +1,6 @@
 """Additions to vLLM's CPU workers: parts that vLLM lacks for engines of several CPU workers, faster
 sampling with seeds, and a record of the selected experts.
 
-`return_freed_memory` keeps a worker's memory bounded over many updates.
-
 vLLM itself records experts only in the model runner of GPUs. `record_on_cpu` adds vLLM's recorder
 to the model runner of CPUs:
 
@@ -20,7 +18,6 @@ Invariants:
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import weakref
 from collections.abc import Mapping
@@ -33,38 +30,6 @@ import torch
 DRAWS = 32
 """Number of random numbers that one draw takes from a generator. A draw of one number takes as long
 as a draw of thirty."""
-
-
-KEPT_BYTES = 2**30
-"""Number of freed bytes above which a worker returns them to the system after an update."""
-
-
-class _Mallinfo(ctypes.Structure):
-    """Result of the C library's mallinfo2. fordblks: freed bytes that it keeps."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
-            "fordblks", "keepcost",
-        )
-    ]  # fmt: skip
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the system if the C library keeps more than KEPT_BYTES. Does nothing
-    without glibc 2.33.
-
-    plugin.py makes the C library keep all freed memory. Each number of running requests has logits
-    of another size, which leave gaps that no later block fills: without this, the engine of
-    SmolLM2-135M grew from 1.6 to 5.2 GiB within half an hour.
-    """
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallinfo2"):
-        return
-    library.mallinfo2.restype = _Mallinfo
-    if library.mallinfo2().fordblks > KEPT_BYTES:
-        library.malloc_trim(0)
 
 
 def complete_cpu_worker(worker: Any) -> None:
