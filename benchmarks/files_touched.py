@@ -99,7 +99,6 @@ def traced_run(folder: Path, steps: int) -> list[Call]:
     config["model"]["path"] = "model"
     config["data"] = {"train": "train.jsonl"}
     config["flow"] |= {"prompts_per_step": 8, "async_ratio": 0}
-    config["objective"].pop("snapshots", None)
     for section in ("eval", "observe"):
         config.pop(section)
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")

@@ -161,9 +161,10 @@ class ObjectiveConfig(Strict):
     ewma_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
     """Decay per step of `proximal: ewma`."""
     snapshots: PositiveInt | None = None
-    """Number of past weight versions that the run keeps in host memory and in checkpoints for
-    `proximal: snapshot` and the control `displacement`. Null keeps as many as a batch may contain:
-    the largest lag, `flow.async_ratio` rounded up, + 1. A smaller number is refused."""
+    """Number of the newest weight versions, the present one included, that the run keeps in host
+    memory and in checkpoints for `proximal: snapshot` and the control `displacement`, which refuse
+    a number below that of null. Null keeps as many as a batch may contain: the largest lag,
+    `flow.async_ratio` rounded up, + 1."""
     aggregation: Aggregation | None = None
     """Aggregation of the token losses, with denominators from the whole optimizer-step batch.
     Null uses the aggregation of the loss's paper."""

@@ -125,8 +125,8 @@ def restorable(
     if len(groups) < len(buffer.groups):
         log.warning(
             "version %d continues with %d of the %d groups in the buffer and samples the others"
-            " again: for the present flow, run.steps and objective.snapshots, they are of another"
-            " size, too many, or too old, or every reward of their batch failed",
+            " again: for the present flow and run.steps, they are of another size, too many, or too"
+            " old, or every reward of their batch failed",
             version,
             len(groups),
             len(buffer.groups),

@@ -109,6 +109,8 @@ ALLOWED = (
     "weights",
     # The order of samples: the scheduler keeps the part of its buffer that the new settings permit.
     "flow",
+    # At least the staleness bound + 1, so a batch never needs a version that is not kept.
+    "objective.snapshots",
 )
 
 
