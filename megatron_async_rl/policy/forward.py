@@ -40,10 +40,8 @@ from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.packed_sequences import repeat_rows
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.routing_replay import RoutingPass, RoutingReplay
+from megatron_async_rl.products import logits_into
 from megatron_async_rl.watchdog import watch
-
-VOCABULARY_BLOCK = 8192
-"""Number of rows of the output weight that `Schedule.logits` converts to float32 at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,10 +186,9 @@ class Schedule:
         def collect(
             micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool
         ) -> tuple[MicroBatch, Tensor]:
-            selected = self._selected(micro_batch, hidden).float()
-            # In blocks, because a float32 copy of the whole weight may not fit.
-            blocks = model.output_weight().split(VOCABULARY_BLOCK)
-            own = torch.cat([selected @ block.float().t() for block in blocks], dim=-1)
+            selected, weight = self._selected(micro_batch, hidden), model.output_weight()
+            own = selected.new_empty(len(selected), len(weight), dtype=torch.float32)
+            logits_into(own, selected, weight)
             parts = [own]
             if layout.tp_size > 1:
                 parts = [torch.empty_like(own) for _ in range(layout.tp_size)]

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_async_rl import products
 from megatron_async_rl.plan import memory
 from megatron_async_rl.policy import logprobs as chunked
 from megatron_async_rl.policy import logprobs as logprobs_module
@@ -148,7 +149,7 @@ class NewMemory(TorchDispatchMode):
 def small_blocks(monkeypatch):
     """Blocks so small that a small case has as many as a large one."""
     monkeypatch.setitem(chunked.LOGIT_BLOCK, "cpu", 2 * 3000)
-    monkeypatch.setitem(chunked.WEIGHT_BLOCK, "cpu", 64)
+    monkeypatch.setitem(products.WEIGHT_BLOCK, "cpu", 64)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
