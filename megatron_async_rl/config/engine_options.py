@@ -163,6 +163,7 @@ _CPU = (
 )
 BREAKS_ON_CPU: Mapping[str, str] = {
     "enforce_eager": "it has no effect: vLLM does not compile models there",
+    "ir_op_priority": "the run selects vLLM's kernels of norms",
     "enable_chunked_prefill": _CPU,
     "long_prefill_token_threshold*": _CPU,
     "max_num_scheduled_tokens": _CPU,

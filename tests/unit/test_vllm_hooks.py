@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_async_rl.rollout.vllm import client, cpu_worker, engine_core, plugin
+from megatron_async_rl.rollout.vllm import (
+    client,
+    cpu_sampling,
+    cpu_worker,
+    engine_core,
+    plugin,
+)
 from megatron_async_rl.rollout.vllm.client import sampled_logprobs, token_versions
 from tests.cases import looped
 
@@ -236,7 +242,8 @@ def test_a_process_of_vllm_is_bound_to_its_engine_first(
     for owner, names in (
         (plugin, ("die_with_parent", "spawn_by_fork", "name_shared_memory")),
         (engine_core, ("show_progress", "take_loads_between_steps", "cache_by_version")),
-        (cpu_worker, ("draw_in_batches", "record_on_cpu")),
+        (cpu_sampling, ("speed_up_sampling", "register_norms")),
+        (cpu_worker, ("record_on_cpu",)),
         (plugin.watch, ("join",)),
         (plugin.gc, ("freeze",)),
     ):
@@ -263,7 +270,8 @@ def test_a_process_of_vllm_is_bound_to_its_engine_first(
         assert events == [
             *("die_with_parent", "spawn_by_fork", "join", "name_shared_memory"),
             *("freeze", "at exit", "show_progress", "take_loads_between_steps"),
-            *("cache_by_version", "draw_in_batches", *["record_on_cpu"] * records),
+            *("cache_by_version", "speed_up_sampling", "register_norms"),
+            *["record_on_cpu"] * records,
         ]
     module = "megatron_async_rl.rollout.vllm.receive"
     assert registered == {plugin.BACKEND: (module, "WeightReceiver")}

@@ -236,65 +236,6 @@ def test_a_request_that_has_not_started_shares_prefixes_of_the_new_weights() -> 
     assert set(running.block_hashes).isdisjoint(waiting.block_hashes)
 
 
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def test_batched_draws_sample_the_same_tokens_as_single_draws() -> None:
-    """Requests arrive, end and change positions between steps, as in vLLM's batch."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-
-    cpu_worker.draw_in_batches()
-    batched, one_by_one = TopKTopPSampler.forward_cpu, TopKTopPSampler.forward_cpu.__wrapped__
-    sampler = SimpleNamespace(use_fp64_gumbel=False, logprobs_mode="processed_logprobs")
-    logits = torch.randn(8, 50, generator=generator(0))
-
-    sampled: list[list[tuple[int, ...]]] = []
-    for forward in (one_by_one, batched):
-        requests = {seed: generator(seed) for seed in range(8)}
-        sampled.append([])
-        for step in range(3 * cpu_worker.DRAWS):
-            if step % 7 == 6:
-                requests.pop(min(requests))
-                requests[100 + step] = generator(100 + step)
-            rows = list(requests.values())[step % 3 :]
-            batch = dict(enumerate(rows))
-            tokens, logprobs = forward(sampler, logits[: len(rows)].clone(), batch, None, None)
-            assert torch.equal(logprobs, logits[: len(rows)].log_softmax(-1))
-            sampled[-1].append(tuple(tokens.tolist()))
-    assert sampled[0] == sampled[1]
-    assert len(set(sampled[0])) > cpu_worker.DRAWS
-
-
-def test_other_batches_are_drawn_by_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request may have no seed, and the sampler may need float64 or other log-probs."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-
-    monkeypatch.setattr(TopKTopPSampler, "forward_cpu", lambda *given: given)
-    cpu_worker.draw_in_batches()
-    forward = TopKTopPSampler.forward_cpu
-    cpu_worker.draw_in_batches()
-    assert TopKTopPSampler.forward_cpu is forward, "it is replaced only once"
-    logits, seeded = torch.zeros(2, 5), {0: generator(0), 1: generator(1)}
-    for fp64, mode, generators in (
-        (False, "processed_logprobs", {0: generator(0)}),
-        (True, "processed_logprobs", seeded),
-        (False, "raw_logprobs", seeded),
-    ):
-        sampler: Any = SimpleNamespace(use_fp64_gumbel=fp64, logprobs_mode=mode)
-        given = (sampler, logits, generators, 3, 0.5)
-        assert forward(*given) == given
-
-
-def test_draws_of_a_request_are_freed_with_its_generator() -> None:
-    draws = cpu_worker.SeededDraws()
-    lasting, freed = generator(1), generator(2)
-    draws.next({0: lasting, 1: freed})
-    assert len(draws._kept) == 2
-    del freed
-    assert len(draws._kept) == 1
-
-
 @pytest.mark.parametrize("early", [True, False])
 def test_an_output_before_and_after_on_output_is_passed_on(early: bool) -> None:
     from vllm.sampling_params import RequestOutputKind

@@ -1,7 +1,8 @@
 """Code that runs inside vLLM's processes or uses vLLM's names. No other folder imports vLLM.
 
     engine's actor                     engine core         worker
-    client.py, engine_arguments.py     engine_core.py      receive.py, reload.py, cpu_worker.py
+    client.py, engine_arguments.py     engine_core.py      receive.py, reload.py, cpu_worker.py,
+                                                           cpu_sampling.py
 
 vLLM calls `plugin.register` in each of its processes. The code uses names that vLLM exports, which
 it imports, and private attributes and methods, which PRIVATE_NAMES lists. A test looks up both in
@@ -18,6 +19,17 @@ PRIVATE_NAMES = {
         "vllm.v1.engine.output_processor.RequestOutputCollector.put",
         "vllm.v1.engine.output_processor.RequestState.detokenizer",
     ),
+    "cpu_sampling": (
+        "torch.ops._C.fused_add_rms_norm",
+        "torch.ops._C.rms_norm",
+        "vllm.ir.op.IrOp.impls",
+        "vllm.model_executor.layers.logits_processor.LogitsProcessor._apply_head",
+        "vllm.model_executor.layers.logits_processor.LogitsProcessor.head_dtype",
+        "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",
+        "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.logprobs_mode",
+        "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.use_fp64_gumbel",
+        "vllm.v1.sample.sampler.Sampler.gather_logprobs",
+    ),
     "cpu_worker": (
         "vllm.config.vllm.VllmConfig._verify_aux_output_compatibility",
         "vllm.distributed.aux_output_connector.worker.AuxOutputWorkerConnector.begin_step",
@@ -26,9 +38,6 @@ PRIVATE_NAMES = {
         "vllm.distributed.aux_output_connector.worker.PendingAuxOutput.process_output",
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply",
         "vllm.v1.outputs.ModelRunnerOutput.aux_output_connector_output",
-        "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",
-        "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.logprobs_mode",
-        "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.use_fp64_gumbel",
         "vllm.v1.worker.cpu_model_runner.CPUModelRunner.execute_model",
         "vllm.v1.worker.cpu_model_runner.CPUModelRunner.initialize_kv_cache",
         "vllm.v1.worker.cpu_model_runner.CPUModelRunner.sample_tokens",

@@ -1,5 +1,5 @@
-"""Additions to vLLM's CPU workers: parts that vLLM lacks for engines of several CPU workers, faster
-sampling with seeds, and a record of the selected experts.
+"""Additions to vLLM's CPU workers: parts that vLLM lacks for engines of several CPU workers, and a
+record of the selected experts.
 
 vLLM itself records experts only in the model runner of GPUs. `record_on_cpu` adds vLLM's recorder
 to the model runner of CPUs:
@@ -12,24 +12,16 @@ Invariants:
   prefix has the experts that were selected when its keys and values were computed;
 - `config/engine_options.py` replaces vLLM's own checks of a configuration that records: the model
   is a mixture of experts, the prefix cache is on, and the engine has neither pipeline stages nor
-  speculative decoding;
-- the draws of a request depend only on its seed, not on the other requests of its batch.
+  speculative decoding.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
-
-DRAWS = 32
-"""Number of random numbers that one draw takes from a generator. A draw of one number takes as long
-as a draw of thirty."""
 
 
 def complete_cpu_worker(worker: Any) -> None:
@@ -73,62 +65,6 @@ def compute_own_experts() -> None:
         apply_all(self, **arguments)
 
     CPUUnquantizedExperts.apply = apply
-
-
-def draw_in_batches() -> None:
-    """Make vLLM's CPU sampler draw random numbers in batches. If every request has its own seed,
-    vLLM draws one number per token from each generator, in a Python loop that takes longer than the
-    rest of the sampler. A draw of several numbers returns the same numbers in the same order.
-    Idempotent."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
-
-    one_by_one = TopKTopPSampler.forward_cpu
-    if hasattr(one_by_one, "__wrapped__"):
-        return
-    draws = SeededDraws()
-
-    @functools.wraps(one_by_one)
-    def forward_cpu(
-        self: Any, logits: Any, generators: dict[int, torch.Generator], k: Any, p: Any
-    ) -> Any:
-        all_seeded = len(generators) == len(logits)
-        if not all_seeded or self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
-            return one_by_one(self, logits, generators, k, p)
-        logits = apply_top_k_top_p(logits, k, p)
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        seeds = torch.tensor(draws.next(generators), dtype=torch.long)
-        return torch.ops._C.fused_gumbel_argmax(logits.to(dtype=torch.float32), seeds), logprobs
-
-    TopKTopPSampler.forward_cpu = forward_cpu
-
-
-class SeededDraws:
-    """Random numbers below 2**31 from generators. They are drawn `DRAWS` at a time, and kept until
-    they are used or their generator is freed."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[weakref.ref[torch.Generator], list[int]]] = {}
-        """`id` of a generator -> reference to it, and its unused numbers in reverse order."""
-
-    def next(self, generators: Mapping[int, torch.Generator]) -> list[int]:
-        """Return the next number of each generator, at the position given by its key."""
-        numbers = [0] * len(generators)
-        kept = self._kept
-        for place, generator in generators.items():
-            entry = kept.get(id(generator))
-            if entry is None:
-                entry = kept[id(generator)] = (self._weak_reference(generator), [])
-            unused = entry[1]
-            if not unused:
-                drawn = torch.randint(0, 2**31, (DRAWS,), generator=generator, dtype=torch.long)
-                unused.extend(reversed(drawn.tolist()))
-            numbers[place] = unused.pop()
-        return numbers
-
-    def _weak_reference(self, generator: torch.Generator) -> weakref.ref[torch.Generator]:
-        # Removes the entry with the generator, because a later one may have the same `id`.
-        key, kept = id(generator), self._kept
-        return weakref.ref(generator, lambda _: kept.pop(key, None))
 
 
 def record_on_cpu() -> None:

@@ -15,6 +15,7 @@ from megatron_async_rl.config.engine_options import unknown_option
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.sampling import EvalSampling, SamplingConfig
 from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.vllm.cpu_sampling import NORMS
 from megatron_async_rl.rollout.vllm.plugin import BACKEND, WORKER_EXTENSION
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -102,8 +103,8 @@ def _head(dtype: str) -> dict[str, str]:
 
     The trainer computes logits in float32, vLLM by default in the model's dtype. Neighbouring
     bfloat16 numbers between 16 and 32 differ by 0.125, so rounding a logit would change a log-prob
-    as much. On CUDA, the product of bfloat16 operands is accumulated and returned in float32; on a
-    CPU, vLLM first converts both operands. The override also applies to tied models and to
+    as much. The product of bfloat16 operands is accumulated and returned in float32, on a CPU by
+    `cpu_sampling.speed_up_sampling`. The override also applies to tied models and to
     quantized models, because vLLM does not quantize the output layer.
     """
     return {} if dtype == "float32" else {"head_dtype": "float32"}
@@ -116,6 +117,8 @@ def _cpu_arguments(spec: EngineSpec) -> dict[str, Any]:
         # Compilation takes up to 40 s at the first start, and measurements showed no gain
         # afterwards.
         "enforce_eager": True,
+        # vLLM's default is several operations of torch in place of each kernel.
+        "ir_op_priority": {"rms_norm": [NORMS], "fused_add_rms_norm": [NORMS]},
         # After the first chunk of a prompt, vLLM draws a token and discards it; it then raises,
         # because a seeded CPU generator cannot be rewound. Without chunks, vLLM reads a prompt, or
         # the prompt and response of a preempted request, in one step, and ensures that it fits.

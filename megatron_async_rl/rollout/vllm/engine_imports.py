@@ -19,6 +19,7 @@ import vllm.v1.engine.core
 import vllm.v1.worker.cpu_worker
 
 import megatron_async_rl.flow.controller
+import megatron_async_rl.rollout.vllm.cpu_sampling
 import megatron_async_rl.rollout.vllm.cpu_worker
 import megatron_async_rl.rollout.vllm.engine_arguments
 import megatron_async_rl.rollout.vllm.engine_core

@@ -44,7 +44,7 @@ WORKER_EXTENSION = "megatron_async_rl.rollout.vllm.receive.WeightLoadingWorker"
 def register() -> None:
     """Bind this process of vLLM to its engine and to the run's watchdog, and install the hooks.
     Idempotent, because vLLM may call it several times."""
-    from megatron_async_rl.rollout.vllm import cpu_worker, engine_core
+    from megatron_async_rl.rollout.vllm import cpu_sampling, cpu_worker, engine_core
 
     # First, because a process of vLLM must not outlive its engine, even if a later line fails.
     die_with_parent()
@@ -59,7 +59,8 @@ def register() -> None:
     engine_core.show_progress()
     engine_core.take_loads_between_steps()
     engine_core.cache_by_version()
-    cpu_worker.draw_in_batches()
+    cpu_sampling.speed_up_sampling()
+    cpu_sampling.register_norms()
     if RECORD_EXPERTS in os.environ:
         cpu_worker.record_on_cpu()
     _register_transfer_engine()
