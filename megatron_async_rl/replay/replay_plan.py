@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.starts import Start, config_of, read_starts, start_of_step
 from megatron_async_rl.metrics.log import (
     number,
@@ -125,6 +126,8 @@ def plan_replay(
         if (missing := log.missing(step)) is not None:
             why, fix = missing
             raise UserError.of("RUN", why, _alternative(log, saved) or fix)
+    steps = stretches(run_dir, read_starts(run_dir), before + 1, before + 1)
+    _require_past_weights(steps[0].config_file, changes, before, log)
     last = log.last_step if count is None else min(requested + count - 1, log.last_step)
     if explained is not None:
         last = explained
@@ -138,6 +141,34 @@ def plan_replay(
         save=save,
         notes=[log.lost()] if last == log.last_step < log.made else [],
     )
+
+
+def _require_past_weights(
+    file: Path, changes: Sequence[str], before: int, log: _ReplayableSteps
+) -> None:
+    """Raise UserError for changes that read weights of past versions which the checkpoint of step
+    `before` lacks, because the run did not keep them. file: configuration of the step after it."""
+    new = _readers_of_past_weights(load(file, changes)) - _readers_of_past_weights(load(file))
+    if before == 0 or not new:
+        return
+    what = (
+        f"needs weights of versions before {before}, which the run did not keep in the checkpoint"
+        f" of step {before}"
+    )
+    # A replay from the model keeps them itself.
+    fix = "replay from the model (--from 1)"
+    if log.missing(1) is not None:
+        fix = "leave it out: a replay from the model would keep them, but the first steps are lost"
+    raise UserError.of(sorted(new)[0], what, fix)
+
+
+def _readers_of_past_weights(config: Config) -> set[str]:
+    if config.batch_versions == 1:
+        return set()
+    read = {f"controls: {one.name}" for one in config.controls if one.needs_past_weights}
+    if config.objective.proximal == "snapshot":
+        read.add("objective.proximal: snapshot")
+    return read
 
 
 def _require_effect(run_dir: Path, changes: Sequence[str]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_async_rl.config.durable import file_digest
+from megatron_async_rl.config.durable import digest, file_digest
+from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.starts import Start, read_starts, record_start
@@ -330,6 +331,27 @@ def test_every_request_that_is_refused_has_the_error_on_its_page(
     pages["no log"] = replayed(trainer)
     pages["no run"] = replayed(Trainer(tmp_path / "nothing"))
     require_page("replays/refusals", "".join(f"$ {name}\n{text}" for name, text in pages.items()))
+
+
+def test_a_change_that_reads_weights_which_the_run_did_not_keep_is_refused(run: Path) -> None:
+    trainer, control = Trainer(run), "controls=[displacement]"
+    # Its samples train at lag 0, so that no past weights are read.
+    assert "exit code 0" in replayed(trainer, control, first=6)
+    config = load(run / "config.yaml", ["flow.async_ratio=1"])
+    (run / "config.yaml").write_text(dump(config), encoding="utf-8")
+    edit_start(run, config=digest((run / "config.yaml").read_bytes()))
+    assert "exit code 0" in replayed(trainer, control, first=1)
+    assert "exit code 0" in replayed(trainer, first=6)
+    pages = {
+        control: replayed(trainer, control, first=6),
+        "objective.proximal=snapshot": replayed(trainer, "objective.proximal=snapshot", first=6),
+    }
+    for file in (run / "samples").glob("*-000000.*"):
+        file.unlink()
+    pages["without the first steps"] = replayed(trainer, control, first=9)
+    require_page(
+        "replays/past_weights", "".join(f"$ {name}\n{text}" for name, text in pages.items())
+    )
 
 
 def no_tokenizer(*_: Any) -> None:
