@@ -176,7 +176,7 @@ def updated_rows(
     prompts; 0 for none."""
     remedies = (
         "an engine samples with other weights than it loaded, such as copies in fused layers or"
-        " captured graphs: compare rollout.vllm with its defaults, and set"
+        " captured graphs: compare rollout.vllm with its defaults, and on GPUs set"
         " rollout.vllm.enforce_eager: true",
         "keys and values of earlier weights were used: each update must reset the prefix cache, or"
         " salt it by version; set rollout.in_flight: recompute, with which each update clears it",
