@@ -62,18 +62,18 @@ def test_a_row_that_is_not_a_number_draws_some_token() -> None:
 
 
 def test_draws_of_a_request_depend_only_on_its_seed() -> None:
-    """Requests arrive, end and change positions between steps, as in vLLM's batch."""
+    """Requests arrive, end and change positions between steps, as in vLLM's batch, and some have no
+    seed."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     cpu_sampling.speed_up_sampling()
     sampler: Any = SimpleNamespace(use_fp64_gumbel=False, logprobs_mode="processed_logprobs")
     row = torch.randn(1, 50, generator=generator(0))
 
-    def step(rows: list[torch.Generator]) -> list[int]:
+    def step(rows: list[torch.Generator | None]) -> list[int]:
         logits = row.repeat(len(rows), 1)
-        tokens, logprobs = TopKTopPSampler.forward_cpu(
-            sampler, logits, dict(enumerate(rows)), None, None
-        )
+        seeded = {place: own for place, own in enumerate(rows) if own is not None}
+        tokens, logprobs = TopKTopPSampler.forward_cpu(sampler, logits, seeded, None, None)
         torch.testing.assert_close(logprobs, row.log_softmax(-1).repeat(len(rows), 1))
         return list(tokens.tolist())
 
@@ -86,13 +86,14 @@ def test_draws_of_a_request_depend_only_on_its_seed() -> None:
             requests.pop(min(set(requests) - {7}))
             requests[100 + number] = generator(100 + number)
         order = sorted(requests, reverse=number % 2 == 0)
-        among.append(step([requests[seed] for seed in order])[order.index(7)])
+        rows: list[torch.Generator | None] = [requests[seed] for seed in order]
+        among.append(step([*rows, None] if number % 5 == 0 else rows)[order.index(7)])
     assert among == alone
     assert len(Counter(alone)) > 10
 
 
 def test_other_batches_are_drawn_by_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request may have no seed, and the sampler may need float64 or other log-probs."""
+    """The sampler may need float64 or other log-probs."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.sample.sampler import Sampler
@@ -106,13 +107,9 @@ def test_other_batches_are_drawn_by_vllm_itself(monkeypatch: pytest.MonkeyPatch)
     cpu_sampling.speed_up_sampling()
     assert TopKTopPSampler.forward_cpu is forward, "it is replaced only once"
     logits, seeded = torch.zeros(2, 5), {0: generator(0), 1: generator(1)}
-    for fp64, mode, generators in (
-        (False, "processed_logprobs", {0: generator(0)}),
-        (True, "processed_logprobs", seeded),
-        (False, "raw_logprobs", seeded),
-    ):
+    for fp64, mode in ((True, "processed_logprobs"), (False, "raw_logprobs")):
         sampler: Any = SimpleNamespace(use_fp64_gumbel=fp64, logprobs_mode=mode)
-        given = (sampler, logits, generators, 3, 0.5)
+        given = (sampler, logits, seeded, 3, 0.5)
         assert forward(*given) == given
 
 
@@ -195,11 +192,16 @@ def test_norms_are_those_of_vllm(dtype: str, tolerance: float) -> None:
     for fits, given in (
         (True, (x, weight)),
         (False, (x[:, :40], weight[:40])),
-        (False, (x[:, :8].contiguous(), weight[:8])),
+        (True, (x[:, :40].contiguous(), weight[:40])),
+        (False, (x[:, :12].contiguous(), weight[:12])),
+        (False, (x, weight[:1])),
+        (False, (x, torch.stack((weight, weight), dim=1)[:, 0])),
         (False, (x, weight.double())),
         (False, (x, None)),
         (False, (x, weight, 1e-5, 32)),
     ):
         values = (*given, 1e-5)[: max(3, len(given))]
         assert one[name].supports_args(*values) == fits
-    assert not added[name].supports_args(x, residual.t().contiguous().t(), weight, 1e-5)
+    assert added[name].supports_args(x, residual, weight, 1e-5)
+    for other in (residual.t().contiguous().t(), residual[:1], residual.double(), x):
+        assert not added[name].supports_args(x, other, weight, 1e-5)

@@ -51,15 +51,17 @@ def speed_up_sampling() -> None:
     def forward_cpu(
         self: Any, logits: Tensor, generators: dict[int, torch.Generator], k: Any, p: Any
     ) -> Any:
-        all_seeded = len(generators) == len(logits)
-        if not all_seeded or self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
+        if self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
             return one_by_one(self, logits, generators, k, p)
+        # For greedy requests, which have no generator, vLLM discards what is drawn.
+        uniform = torch.rand(len(logits), dtype=torch.float64)
+        for place, number in draws.next(generators).items():
+            uniform[place] = number
         logits = apply_top_k_top_p(logits, k, p)
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        # vLLM does not read the logits again, so their memory is used.
-        probabilities = torch.exp(logprobs, out=logits)
-        uniform = torch.tensor(draws.next(generators), dtype=torch.float64)
-        return draw_tokens(probabilities, uniform), logprobs
+        # The logits' memory is used again: vLLM reads them no more, except to count numbers that
+        # are not finite (VLLM_COMPUTE_NANS_IN_LOGITS, off by default).
+        return draw_tokens(torch.exp(logprobs, out=logits), uniform), logprobs
 
     @functools.wraps(gather)
     def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
@@ -82,7 +84,7 @@ def speed_up_sampling() -> None:
         ):
             return apply_head(self, lm_head, hidden_states, embedding_bias)
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = torch.empty(len(rows), len(weight))
+        logits = torch.empty(len(rows), len(weight), dtype=torch.float32)
         logits_into(logits, rows, weight)
         if embedding_bias is not None:
             logits += embedding_bias.float()
@@ -136,9 +138,9 @@ class SeededDraws:
         self._kept: dict[int, tuple[weakref.ref[torch.Generator], list[float]]] = {}
         """`id` of a generator -> reference to it, and its unused numbers in reverse order."""
 
-    def next(self, generators: Mapping[int, torch.Generator]) -> list[float]:
-        """Return the next number of each generator, at the position given by its key."""
-        numbers = [0.0] * len(generators)
+    def next(self, generators: Mapping[int, torch.Generator]) -> dict[int, float]:
+        """Return the next number of each generator, under its key."""
+        numbers = {}
         kept = self._kept
         for place, generator in generators.items():
             entry = kept.get(id(generator))
@@ -177,7 +179,10 @@ def register_norms() -> None:
         epsilon: float,
         variance_size: int | None = None,
     ) -> bool:
-        return x_residual.is_contiguous() and fits(x, weight, epsilon, variance_size)
+        # The kernel writes to both tensors.
+        apart = x_residual is not x and x_residual.is_contiguous()
+        alike = x_residual.shape == x.shape and x_residual.dtype == x.dtype
+        return apart and alike and fits(x, weight, epsilon, variance_size)
 
     @ops.rms_norm.register_impl(NORMS, supports_args=fits)
     def rms_norm(
@@ -200,6 +205,13 @@ def register_norms() -> None:
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Return True if the kernels compute this norm: they read contiguous rows in vectors of 16
+    """Return True if the kernels compute this norm: they read contiguous rows in vectors of 8
     numbers, in one dtype."""
-    return x.is_contiguous() and x.dtype == weight.dtype and x.shape[-1] % 16 == 0
+    size = x.shape[-1]
+    return (
+        x.is_contiguous()
+        and weight.is_contiguous()
+        and weight.shape == (size,)
+        and x.dtype == weight.dtype
+        and size % 8 == 0
+    )
