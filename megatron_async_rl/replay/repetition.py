@@ -41,23 +41,17 @@ from megatron_async_rl.plan.layout_problems import layout_problems
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.replay.explanation_tables import show_explanation
-from megatron_async_rl.replay.replay_plan import ReplayPlan, Stretch, reading_log
+from megatron_async_rl.replay.replay_plan import (
+    WITHOUT_ENGINES,
+    ReplayPlan,
+    Stretch,
+    reading_log,
+)
 from megatron_async_rl.replay.step_table import show_distance, steps_of
 from megatron_async_rl.rollout.cluster import software, software_differences
 from megatron_async_rl.samples.recorded import RecordedBatches
 
 THREADS = "OMP_NUM_THREADS"
-WITHOUT_ENGINES = (
-    "checkpoint.every=0",
-    "eval=null",
-    "observe.tensorboard=false",
-    "observe.trackers=[]",
-    "observe.prometheus_port=null",
-    "run.resume=auto",
-    # The log already has the experts or not, whatever the replay's routing_replay is.
-    "samples.experts=false",
-)
-"""Overrides that turn off the parts of a run that a replay does not need."""
 COMPARED = {"policy/loss": 0.1, "policy/grad_norm": 1e-12}
 """Metrics compared if a replay has another layout or device, and the least value to which a
 difference is relative. A loss is a mean of terms of both signs, which may cancel to nearly 0; their

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pyarrow import compute
+
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
@@ -18,6 +20,7 @@ from megatron_async_rl.metrics.log import (
     number,
     read_newest,
 )
+from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.policy.checkpoint_folder import step_of
 from megatron_async_rl.policy.checkpoint_folder import steps as checkpoints
 from megatron_async_rl.samples.frames import SegmentBroken
@@ -39,6 +42,17 @@ USED = (
     *NEUTRAL,
 )
 """Keys that the trainer reads; the recorded samples replace the others."""
+WITHOUT_ENGINES = (
+    "checkpoint.every=0",
+    "eval=null",
+    "observe.tensorboard=false",
+    "observe.trackers=[]",
+    "observe.prometheus_port=null",
+    "run.resume=auto",
+    # The log already has the experts or not, whatever the replay's routing_replay is.
+    "samples.experts=false",
+)
+"""Overrides that turn off the parts of a run that a replay does not need."""
 TEMPERATURE = "rollout.sampling.temperature"
 
 
@@ -126,8 +140,7 @@ def plan_replay(
         if (missing := log.missing(step)) is not None:
             why, fix = missing
             raise UserError.of("RUN", why, _alternative(log, saved) or fix)
-    steps = stretches(run_dir, read_starts(run_dir), before + 1, before + 1)
-    _require_past_weights(steps[0].config_file, changes, before, log)
+    _require_past_weights(run_dir, changes, before, log, explained)
     last = log.last_step if count is None else min(requested + count - 1, log.last_step)
     if explained is not None:
         last = explained
@@ -144,31 +157,44 @@ def plan_replay(
 
 
 def _require_past_weights(
-    file: Path, changes: Sequence[str], before: int, log: _ReplayableSteps
+    run_dir: Path, changes: Sequence[str], before: int, log: _ReplayableSteps, explained: int | None
 ) -> None:
     """Raise UserError for changes that read weights of past versions which the checkpoint of step
-    `before` lacks, because the run did not keep them. file: configuration of the step after it."""
-    new = _readers_of_past_weights(load(file, changes)) - _readers_of_past_weights(load(file))
-    if before == 0 or not new:
-        return
-    what = (
-        f"needs weights of versions before {before}, which the run did not keep in the checkpoint"
-        f" of step {before}"
-    )
+    `before` lacks, because the run did not keep them."""
     # A replay from the model keeps them itself.
-    fix = "replay from the model (--from 1)"
-    if log.missing(1) is not None:
-        fix = "leave it out: a replay from the model would keep them, but the first steps are lost"
-    raise UserError.of(sorted(new)[0], what, fix)
+    if before == 0 or not changes:
+        return
+    starts = read_starts(run_dir)
+    (saved,) = stretches(run_dir, starts, before, before)
+    (after,) = stretches(run_dir, starts, before + 1, before + 1)
+    config = load(after.config_file, [*WITHOUT_ENGINES, *changes])
+    kept = _stores_of_past_weights(load(saved.config_file))
+    for store, reader in _stores_of_past_weights(config).items():
+        if store in kept or log.oldest_version(before + 1, config.batch_versions) >= before:
+            continue
+        what = (
+            f"reads weights of versions before {before}, which the run did not keep in the"
+            f" checkpoint of step {before}"
+        )
+        if log.missing(1) is not None:
+            fix = "leave it out: a replay from the model keeps them, but the first steps are lost"
+        elif explained is not None:
+            fix = "replay from the model instead (--from 1), without --explain"
+        else:
+            fix = "replay from the model (--from 1)"
+        raise UserError.of(reader, what, fix)
 
 
-def _readers_of_past_weights(config: Config) -> set[str]:
-    if config.batch_versions == 1:
-        return set()
-    read = {f"controls: {one.name}" for one in config.controls if one.needs_past_weights}
-    if config.objective.proximal == "snapshot":
-        read.add("objective.proximal: snapshot")
-    return read
+def _stores_of_past_weights(config: Config) -> dict[str, str]:
+    """Return the stores of past weights that a trainer keeps -> a key that reads it."""
+    stores = {}
+    for control in config.controls:
+        if control.needs_past_weights:
+            stores["masters"] = f"controls: {control.name}"
+    objective = config.objective
+    if objective.proximal == "snapshot" and "logp_prox" in Objective(objective).needs:
+        stores["snapshots"] = "objective.proximal: snapshot"
+    return stores
 
 
 def _require_effect(run_dir: Path, changes: Sequence[str]) -> None:
@@ -204,6 +230,17 @@ class _ReplayableSteps:
         steps = f"steps {first} to {self.made}" if first < self.made else f"step {first}"
         why, _ = self.missing(first) or ("the log has no later batch", "")
         return f"{steps} cannot be replayed: {why}"
+
+    def oldest_version(self, first: int, count: int) -> int:
+        """Return the oldest version that sampled a token of these recorded steps; `first` if there
+        is none."""
+        oldest = first
+        for step in range(first, min(first + count - 1, self.last_step) + 1):
+            if self._recorded is not None and self.missing(step) is None:
+                versions = self._recorded.batch(step).samples["versions"]
+                least = compute.min(versions.flatten()).as_py()
+                oldest = oldest if least is None else min(oldest, least)
+        return oldest
 
     def missing(self, step: int) -> tuple[str, str] | None:
         """Return why the batch of a step cannot be read, and the fix if no other step can be

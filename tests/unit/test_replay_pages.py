@@ -6,14 +6,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megatron_async_rl.config.durable import digest, file_digest
-from megatron_async_rl.config.load import dump, load
+from megatron_async_rl.config.durable import file_digest
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.starts import Start, read_starts, record_start
@@ -24,6 +24,7 @@ from megatron_async_rl.plan.machine import Gpu, Machine
 from megatron_async_rl.replay import explanation_tables, repetition
 from megatron_async_rl.replay.replay_plan import plan_replay
 from megatron_async_rl.replay.step_table import show_distance
+from megatron_async_rl.samples.types import Sample
 from tests.healthy_run import STEPS, TENSORS, Alterations, write_healthy_run
 from tests.stored_pages import RecordedConsole, require_page
 
@@ -333,25 +334,39 @@ def test_every_request_that_is_refused_has_the_error_on_its_page(
     require_page("replays/refusals", "".join(f"$ {name}\n{text}" for name, text in pages.items()))
 
 
-def test_a_change_that_reads_weights_which_the_run_did_not_keep_is_refused(run: Path) -> None:
-    trainer, control = Trainer(run), "controls=[displacement]"
+def test_a_change_that_reads_weights_which_the_run_did_not_keep_is_refused(
+    run: Path, tmp_path: Path
+) -> None:
+    control, snapshot = "controls=[displacement]", "objective.proximal=snapshot"
     # Its samples train at lag 0, so that no past weights are read.
-    assert "exit code 0" in replayed(trainer, control, first=6)
-    config = load(run / "config.yaml", ["flow.async_ratio=1"])
-    (run / "config.yaml").write_text(dump(config), encoding="utf-8")
-    edit_start(run, config=digest((run / "config.yaml").read_bytes()))
-    assert "exit code 0" in replayed(trainer, control, first=1)
-    assert "exit code 0" in replayed(trainer, first=6)
+    assert "exit code 0" in replayed(Trainer(run), control, first=6)
+
+    def older(sample: Sample, step: int) -> Sample:
+        return replace(sample, versions=np.maximum(sample.versions - 1, 0))
+
+    altered = Alterations(metrics=with_distance, sample=older, config=("flow.async_ratio=1",))
+    stale = write_healthy_run(tmp_path, altered)
+    (stale / "checkpoint" / "step_00000004").mkdir()
+    trainer = Trainer(stale)
+    for first, changes in (
+        (1, (control,)),
+        (6, ()),
+        (6, ("policy.optimizer.lr=1e-4",)),
+        # This loss reads no proximal policy.
+        (6, ("objective.loss=reinforce", snapshot)),
+    ):
+        assert "exit code 0" in replayed(trainer, *changes, first=first), (first, changes)
+    losses = ("objective.loss=ppo_clip", snapshot)
     pages = {
         control: replayed(trainer, control, first=6),
-        "objective.proximal=snapshot": replayed(trainer, "objective.proximal=snapshot", first=6),
+        " ".join(losses): replayed(trainer, *losses, first=6),
+        f"{control} --explain 6": replayed(trainer, control, explained=6),
     }
-    for file in (run / "samples").glob("*-000000.*"):
+    for file in (stale / "samples").glob("*-000000.*"):
         file.unlink()
-    pages["without the first steps"] = replayed(trainer, control, first=9)
-    require_page(
-        "replays/past_weights", "".join(f"$ {name}\n{text}" for name, text in pages.items())
-    )
+    pages["without the first steps"] = replayed(trainer, control, first=6)
+    text = "".join(f"$ {name}\n{text}" for name, text in pages.items())
+    require_page("replays/past_weights", text)
 
 
 def no_tokenizer(*_: Any) -> None:
