@@ -5,6 +5,10 @@ Same model, prompts, sampling, a seed of its own for each response, log-probs of
 engine settings and number of sequences at a time; each side in a process of its own, every prompt
 sampled once per round. Response tokens per second over the rounds after the first. The sides take
 turns, `--repeats` times each. Ratio = ours / bare, of the medians.
+
+    python benchmarks/rollout_vs_bare_vllm.py
+    python benchmarks/rollout_vs_bare_vllm.py --dtype bfloat16 --prompts 32 --max-tokens 12 \\
+        --model examples/smollm2/generated/smollm2     # a real model, on a CPU with AMX
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ def spec(args: argparse.Namespace, logs: Path) -> Any:
     return EngineSpec(
         index=0,
         model_path=args.model,
-        dtype="float32",
+        dtype=args.dtype,
         rollout=settings(args),
         seed=1,
         device="cpu",
@@ -125,7 +129,9 @@ def bare(args: argparse.Namespace, logs: Path) -> dict[str, float]:
     os.environ["VLLM_PLUGINS"] = ""
     llm = LLM(
         model=str(args.model),
-        dtype="float32",
+        dtype=args.dtype,
+        # Ours also computes float32 logits, which a bfloat16 model needs.
+        hf_overrides={"head_dtype": "float32"},
         max_num_seqs=args.concurrent,
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
@@ -197,6 +203,7 @@ def in_own_process(side: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=GENERATED / "model")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--concurrent", type=int, default=256)
