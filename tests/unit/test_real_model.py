@@ -130,7 +130,8 @@ def test_both_configs_differ_only_in_their_task_and_pace(example):
         other["rollout"][key] = second["rollout"][key]
     other["eval"]["sets"][1]["system_prompt"] = first["data"]["system_prompt"]
     other["run"]["steps"] = second["run"]["steps"]
-    other["flow"]["async_ratio"] = second["flow"]["async_ratio"]
+    for key in ("group_size", "async_ratio"):
+        other["flow"][key] = second["flow"][key]
     other["policy"]["optimizer"] |= {"lr": 5e-5, "warmup_steps": 4}
     assert other == second
 
