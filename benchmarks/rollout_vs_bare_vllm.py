@@ -5,6 +5,7 @@ Same model, prompts, sampling, a seed of its own for each response, log-probs of
 engine settings and number of sequences at a time; each side in a process of its own, every prompt
 sampled once per round. Response tokens per second over the rounds after the first. The sides take
 turns, `--repeats` times each. Ratio = ours / bare, of the medians.
+The prompts are those of examples/arithmetic, which must be prepared.
 
     python benchmarks/rollout_vs_bare_vllm.py
     python benchmarks/rollout_vs_bare_vllm.py --dtype bfloat16 --prompts 32 --max-tokens 12 \\
