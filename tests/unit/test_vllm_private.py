@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 
 import megatron_async_rl
 from megatron_async_rl.rollout.vllm import PRIVATE_NAMES, client, cpu_worker, engine_core
@@ -61,6 +62,8 @@ def test_every_private_name_is_used_in_the_file_that_lists_it() -> None:
 
 @looped("name", lambda: sorted({*chain(*PRIVATE_NAMES.values()), *imported()}))
 def test_the_installed_vllm_has_every_name_that_the_package_uses(name: str) -> None:
+    # vLLM's workers do the same. Without it, `torch.ops._C` is empty.
+    current_platform.import_kernels()
     assert exists(name), f"vLLM has no {name}"
 
 
