@@ -1,5 +1,5 @@
 # make demo | study-quick | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
-# make real: trains SmolLM2-135M-Instruct on two tasks of reasoning-gym, four runs of 30 or 80 steps, 26 to 49 minutes each on two cores, and writes docs/real_model.md.
+# make real: trains SmolLM2-135M-Instruct on two tasks of reasoning-gym, four runs of at most an hour each on two cores, and writes docs/real_model.md.
 # make test-all: all tests, including every combination of layouts, several machines, Slurm, mutants of the package, injected faults, and as root the network tests; an hour or more.
 # make network-tests: failure tests across 2 and 3 network namespaces; needs root.
 # make chaos: faults by seed, and the invariants afterwards: component histories, and real runs whose processes, files and disks fail; MAR_CHAOS_HISTORIES, MAR_CHAOS_FAULTS, MAR_CHAOS_SEED, MAR_CHAOS_MINUTES.

@@ -212,6 +212,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--side", choices=["ours", "bare"])
     args = parser.parse_args()
+    if not (GENERATED / "train.jsonl").is_file():
+        parser.error("the prompts are missing: first run python examples/arithmetic/prepare.py")
     if args.side:
         with tempfile.TemporaryDirectory() as logs:
             print(json.dumps({"ours": ours, "bare": bare}[args.side](args, Path(logs))))

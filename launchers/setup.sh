@@ -82,9 +82,9 @@ elif served "${quickly[@]}" "${from_cpu_index[@]}"; then
   "${pip[@]}" "${from_cpu_index[@]}" "$torch" # a variable of uv for the index would precede this option
 else
   cat <<MESSAGE
-$torch is served neither by what pip is configured with nor by $TORCH_CPU_INDEX (pip's output: $VENV/torch.log).
-Taking the standard build of torch instead, which runs on a CPU too, but loads only with $(grep -c '==' requirements/nvidia.txt) libraries of NVIDIA's:
-about 2.1 GB more to fetch and 3 GB more on disk. TORCH_CPU_INDEX=URL names a mirror that has the CPU build.
+Neither pip's configured index nor $TORCH_CPU_INDEX has $torch (pip's output: $VENV/torch.log).
+Installing the standard build of torch instead. It runs on a CPU, too, but needs $(grep -c '==' requirements/nvidia.txt) NVIDIA libraries:
+2.1 GB more to download and 3 GB more on disk. TORCH_CPU_INDEX=URL selects a mirror that has the CPU build.
 MESSAGE
   install "${torch%+cpu}" -r requirements/nvidia.txt
 fi

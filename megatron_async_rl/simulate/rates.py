@@ -32,7 +32,7 @@ from megatron_async_rl.plan.estimate import (
     READ_SHARE,
     RELAY_RATE,
 )
-from megatron_async_rl.plan.layer_memory import engine_bytes, value_bytes
+from megatron_async_rl.plan.layer_memory import engine_bytes, stage_adapters, value_bytes
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB
 from megatron_async_rl.plan.memory import engine_memory
 from megatron_async_rl.plan.model_files import ModelShape
@@ -277,7 +277,11 @@ def _training(
     bubble = 1 + (parallel.pipeline - 1) / parallel.virtual_pipeline / micro_batches
     speed = parallel.ranks * hardware.tflops * 1e12 * hardware.train_share
     token_s = operations * bubble / speed
-    own = shape.parameters / parallel.pipeline / max(parallel.tensor, parallel.expert)
+    if (lora := config.policy.lora) is None:
+        own = shape.parameters / parallel.pipeline / max(parallel.tensor, parallel.expert)
+    else:
+        # Frozen weights have neither gradients nor optimizer state.
+        own = stage_adapters(lora, shape, pipeline=parallel.pipeline, tensor=parallel.tensor)
     copies = parallel.data * parallel.context
     # Gradients in float32 are reduced over the copies, and weights gathered.
     moved = own * (4 + value_bytes(config)) * (copies - 1) / copies

@@ -355,6 +355,20 @@ def test_stated_hardware_gives_the_rates_that_its_sizes_do(recipe: Path) -> None
     assert 16 < best_bucket(config, shape, HARDWARE) < 4096
 
 
+def test_only_adapters_have_gradients_and_moments_that_take_time(recipe: Path) -> None:
+    lora = "policy.lora={rank: 16, targets: [down_proj]}"
+    frozen = load(recipe, [lora])
+    shape, _ = read_model(frozen.model.path)
+    assert shape is not None
+    rates = rates_of(frozen, shape, HARDWARE, lengths_of(frozen, HARDWARE))
+    parallel = frozen.policy.parallel
+    own = 16 * (27648 // parallel.tensor + 5120) * 64 / parallel.pipeline
+    copies = parallel.data * parallel.context
+    reduce_s = own * (4 + 2) * (copies - 1) / copies / (HARDWARE.gpu_network_gb_s * 1e9)
+    state_s = own * 20 / copies / (4e12 * 0.5)
+    assert rates.train_s == pytest.approx(reduce_s + state_s)
+
+
 def test_a_part_of_a_fleet_stands_for_the_whole() -> None:
     assert part_of(16, 8, 2) == (2, 16)
     engines, prompts = part_of(4096, 8, 1000)
