@@ -3,11 +3,11 @@
     name and settings --> questions, drawn once --> two files of rows --> read like any other data
 
 Invariants:
-- the same task, settings and version of reasoning-gym give the same rows, in every process and on
-  every node;
+- the same task, settings and version of reasoning-gym give the same rows, in every process, on
+  every node and on every day;
 - training and held-out rows of a task have no question in common, and no question comes twice. The
   held-out rows come first in the generator's sequence, so they do not depend on the number of
-  training rows;
+  training rows (except for acre, whose generator shuffles all rows);
 - a row's entry is scored as its generator scores it: an entry that JSON would change is refused;
 - files appear complete or not at all;
 - the config of a run has the files' paths and keeps the settings, so files that were deleted, or
@@ -24,6 +24,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -54,6 +55,8 @@ TRAINING, HELD_OUT = "train.jsonl", "test.jsonl"
 DISTRIBUTION = PACKAGE.replace("_", "-")
 DRAWS = 4
 """Largest number of questions that are drawn for each row, because a simple task repeats them."""
+MISSES = 100
+"""Number of draws without a question, one after another, after which no more are made."""
 CHILD = f"from {__name__} import print_rows; print_rows()"
 
 
@@ -85,8 +88,7 @@ def with_generated(config: Config) -> tuple[Config, list[str]]:
         wanted = settings.size if file == TRAINING else settings.held_out
         rows = count_rows(local)
         # Fewer rows are not an error: a simple task has only so many questions.
-        draws = DRAWS * (settings.size + settings.held_out)
-        fewer = f", {rows} rows instead of {wanted}: {draws} draws gave no more different questions"
+        fewer = f", {rows} rows instead of {wanted}: the task gave no more different questions"
         fewer = fewer if rows < wanted else ""
         notes.append(f"{key}: {path} is {local}{fewer}")
         return local
@@ -284,8 +286,7 @@ def _write(
                     progress.advance(shown)
         if not counts[TRAINING]:
             found = number_of("different question", counts[HELD_OUT])
-            draws = DRAWS * (settings.size + settings.held_out)
-            what = f"{draws} draws of {task} gave only {found}, and all are held out"
+            what = f"{task} gave only {found}, and all are held out"
             fix = f"lower {section}.generate.held_out, or set options that give more questions"
             raise UserError.of(key, what, fix)
         try:
@@ -359,32 +360,66 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each different question of the task, at most DRAWS times as many draws as
     requested rows."""
-    count = DRAWS * (settings.size + settings.held_out)
-    # Some levels of the library have options that its own generators refuse.
-    of_level = settings.level is not None
-    blamed = f"{section}.generate.{'level' if of_level else 'options'}"
-    used = f"the options of level {settings.level}" if of_level else "its options"
-    try:
-        dataset = dataset_of(task, options, size=count, seed=settings.seed)
-    # Generators check their options with assertions and exceptions of any kind.
-    except Exception as error:
-        what = f"{task} refuses {used}: {_text_of(error)}"
-        fix = "name another level, or correct the options" if of_level else "correct the options"
-        raise UserError.of(blamed, what, fix) from error
+    dataset, count = _generator(section, task, options, settings)
     seen = set[str]()
+    misses, missed = 0, None
     for index in range(count):
+        # Some generators draw from the module `random` instead of a generator with their seed.
+        random.seed(settings.seed + index)
         try:
             entry = dataset[index]
-        except IndexError:
-            return
+        # This draw, or every draw with these options, has no question.
+        except IndexError as error:
+            misses, missed = misses + 1, error
+            if misses == MISSES:
+                break
+            continue
         except Exception as error:
-            what = f"{task} cannot generate question {index}: {_text_of(error)}"
-            fix = "name another level, or change the options" if of_level else "change the options"
-            raise UserError.of(blamed, what, fix) from error
+            what = f"{task} cannot generate question {index}"
+            raise _refusal(section, settings, what, error) from error
+        misses = 0
         if entry["question"] in seen:
             continue
         seen.add(entry["question"])
         yield _row(key, task, options, index, entry, dataset.score_answer)
+    if missed is not None and not seen:
+        raise _refusal(section, settings, f"{task} cannot generate a question", missed) from missed
+
+
+def _generator(
+    section: str, task: str, options: Mapping[str, Any], settings: GenerateConfig
+) -> tuple[Any, int]:
+    """Return the task's generator, and the number of its questions."""
+    wanted = settings.size + settings.held_out
+    refused: list[Exception] = []
+    # Some generators have a largest size.
+    for size in (DRAWS * wanted, wanted, 1):
+        try:
+            dataset = dataset_of(task, options, size=size, seed=settings.seed)
+        # Generators check their options with assertions and exceptions of any kind.
+        except Exception as error:  # noqa: BLE001 - reported below
+            refused.append(error)
+            continue
+        if size >= wanted:
+            return dataset, size
+        raise UserError.of(
+            f"{section}.generate.size",
+            f"{task} refuses {wanted} questions: {_text_of(refused[-1])}",
+            f"lower size or {section}.generate.held_out",
+        ) from refused[-1]
+    # Some levels of the library have options that its own generators refuse.
+    used = "its options" if settings.level is None else f"the options of level {settings.level}"
+    raise _refusal(section, settings, f"{task} refuses {used}", refused[1]) from refused[1]
+
+
+def _refusal(section: str, settings: GenerateConfig, what: str, cause: Exception) -> UserError:
+    """Return the error for options with which a generator fails."""
+    of_level = settings.level is not None
+    return UserError.of(
+        f"{section}.generate.{'level' if of_level else 'options'}",
+        f"{what}: {_text_of(cause)}",
+        "name another level, or correct the options" if of_level else "correct the options",
+    )
 
 
 def _text_of(error: Exception) -> str:

@@ -7,6 +7,8 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Mapping
+from datetime import date, datetime
+from types import SimpleNamespace
 from typing import Any
 
 PACKAGE = "reasoning_gym"
@@ -14,6 +16,16 @@ COMPOSITE = "composite"
 """Task that mixes other tasks, which its option `datasets` names."""
 LISTS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 """Tasks whose scorers evaluate a response as a Python list."""
+TIMES = "time_intervals"
+"""Task that places times without a date on the present day, which its rows contain."""
+DAY = datetime(2000, 1, 1)
+"""Day on which this package places them, so that rows do not depend on when they are generated."""
+
+
+class _Date(date):
+    @classmethod
+    def today(cls) -> _Date:
+        return cls(DAY.year, DAY.month, DAY.day)
 
 
 def dataset_of(task: str, options: Mapping[str, Any], **fixed: Any) -> Any:
@@ -25,6 +37,10 @@ def dataset_of(task: str, options: Mapping[str, Any], **fixed: Any) -> Any:
     # `eval` would run any code that a model writes.
     for one in LISTS:
         vars(sys.modules[factory.DATASETS[one][0].__module__])["eval"] = ast.literal_eval
+    times = vars(sys.modules[factory.DATASETS[TIMES][0].__module__])
+    if times["date"] is not _Date:
+        parse = functools.partial(times["parser"].parse, default=DAY)
+        times.update(date=_Date, parser=SimpleNamespace(parse=parse))
     given = dict(options)
     if task == COMPOSITE:
         given["datasets"] = [

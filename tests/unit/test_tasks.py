@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -134,6 +135,46 @@ def test_rows_do_not_depend_on_the_process(monkeypatch, cache) -> None:
     assert error.value.problems[0].key == "data.generate.options"
 
 
+def test_rows_do_not_depend_on_the_day_or_on_earlier_draws() -> None:
+    options = {"task_types": ["time", "time_seconds", "time_ms"]}
+    for row in rows("time_intervals", size=5, held_out=1, options=options):
+        metadata = row["entry"]["metadata"]
+        assert metadata["start_time"].startswith("2000-01-01 ")
+        assert metadata["end_time"].startswith("2000-01-0")
+    options, made = {"datasets": [{"name": "list_functions"}]}, []
+    for held_out in (1, 2):
+        random.seed(held_out)
+        settings = {"size": 80, "held_out": held_out, "options": options}
+        questions = [*rows("composite", test=True, **settings), *rows("composite", **settings)]
+        made.append([row["prompt"] for row in questions])
+    assert made[0] == made[1][:81]
+
+
+def test_draws_without_a_question_are_passed_over(monkeypatch) -> None:
+    class Ladders:
+        def __getitem__(self, index: int) -> dict:
+            if index % 3 or index > 30:
+                raise IndexError("exhausted")
+            return {"question": f"q{index}", "answer": "a", "metadata": {}}
+
+        def score_answer(self, *_: object) -> float:
+            return 1.0
+
+    sizes = []
+
+    def dataset(task: str, options: dict, *, size: int, seed: int) -> Ladders:
+        sizes.append(size)
+        # A generator with a largest size.
+        if size > 300:
+            raise ValueError("too large")
+        return Ladders()
+
+    monkeypatch.setattr(generated, "dataset_of", dataset)
+    found = rows("word_ladder", size=200, held_out=2)
+    assert [row["prompt"] for row in found] == [f"q{index}" for index in range(6, 31, 3)]
+    assert sizes == [808, 202]
+
+
 def test_a_generator_that_is_killed_is_reported(monkeypatch, cache) -> None:
     monkeypatch.setattr(generated, "_rows_of_child", ROWS_OF_CHILD)
     monkeypatch.setattr(generated, "CHILD", "import os; os.kill(os.getpid(), 9)")
@@ -163,7 +204,7 @@ def test_a_config_gets_files_instead_of_tasks(tmp_path, cache) -> None:
     assert (config.data.train.name, config.data.eval.name) == ("train.jsonl", "test.jsonl")
     assert notes == [
         f"data.train: reasoning_gym:chain_sum is {config.data.train}, 100 rows instead of 1000:"
-        " 4400 draws gave no more different questions",
+        " the task gave no more different questions",
         f"data.eval: reasoning_gym:chain_sum is {config.data.eval}",
     ]
     # A configuration of files alone is not changed.
@@ -293,8 +334,22 @@ def test_bad_settings_are_refused_with_the_key_and_the_nearest_name() -> None:
             "chain_sum",
             {"size": 1, "held_out": 200, "options": SUMS},
             "data.train",
-            "804 draws of chain_sum gave only 197 different questions, and all are held out",
+            "chain_sum gave only 197 different questions, and all are held out",
             "lower data.generate.held_out, or set options that give more questions",
+        ),
+        (
+            "spell_backward",
+            {"options": {"min_word_len": 11, "max_word_len": 12}},
+            "data.generate.options",
+            "spell_backward cannot generate a question: Cannot choose from an empty sequence",
+            "correct the options",
+        ),
+        (
+            "word_ladder",
+            {"size": 20000},
+            "data.generate.size",
+            "word_ladder refuses 20200 questions: Dataset size too large",
+            "lower size or data.generate.held_out",
         ),
         (
             "gsm_symbolic",
