@@ -45,8 +45,8 @@ def save_characters(directory: Path, special: Sequence[str] = ()) -> Path:
     return directory
 
 
-def characters(directory: Path, template: str = TEMPLATE) -> Tokenizer:
-    return load_tokenizer(save_characters(directory), template)
+def characters(directory: Path, template: str = TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:
+    return load_tokenizer(save_characters(directory, special), template)
 
 
 def read(ids: object) -> str:

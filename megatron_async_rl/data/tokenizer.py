@@ -124,6 +124,20 @@ def tokenizer_of(model_dir: Path, data: DataConfig, tools: Sequence[Any] = ()) -
     return load_tokenizer(model_dir, data.chat_template, data.chat_template_options, tools)
 
 
+def unwritten_token(tokenizer: Tokenizer, text: str) -> int | None:
+    """Return the special token of `text` that decoded text never shows; None if there is
+    none, or if this token ends every response."""
+    text = text.strip()  # a tokenizer may remove spaces at the ends
+    try:
+        ids = tokenizer.encode(text, special_tokens=False)
+    except Exception:  # noqa: BLE001 - the vocabulary does not cover the text
+        return None
+    if text in tokenizer.decode(ids):
+        return None
+    special = next((one for one in ids if not tokenizer.decode([one])), None)
+    return None if special in tokenizer.eos_ids else special
+
+
 def encode_rows(
     tokenizer: Tokenizer,
     texts: Sequence[str],

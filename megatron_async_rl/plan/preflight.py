@@ -35,6 +35,7 @@ from megatron_async_rl.data import (
 from megatron_async_rl.data.files import count_rows
 from megatron_async_rl.data.hub import name_of, parse
 from megatron_async_rl.data.locations import data_files
+from megatron_async_rl.data.tokenizer import unwritten_token
 from megatron_async_rl.metrics.trackers import identity_problems, lacking
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
@@ -99,7 +100,7 @@ def preflight(
     if shape is not None:
         problems += _no_room(config, shape)
     if shape is not None and tokenizer is not None:
-        problems += _stop_tokens(config, shape)
+        problems += _stops(config, shape, tokenizer)
     # A plan must take seconds; `mar train` must not start with a row that it would refuse later.
     limit = None if all_data else PROMPTS_IN_A_PLAN
     read: dict[str, PromptSet] = {}
@@ -334,27 +335,39 @@ def _more_entries(tokenizer: Tokenizer | None, shape: ModelShape | None) -> list
     ]
 
 
-def _stop_tokens(config: Config, shape: ModelShape) -> list[Problem]:
-    """Return problems of stop tokens outside the model's vocabulary, which could never end a
-    response."""
+def _stops(config: Config, shape: ModelShape, tokenizer: Tokenizer) -> list[Problem]:
+    """Return problems of stop tokens and stop strings that could never end a response: tokens
+    outside the model's vocabulary, and text that is never decoded."""
     if config.rollout is None:
         return []
-    own = config.rollout.sampling.stop_token_ids
+    own = config.rollout.sampling
     by_key = {"rollout.sampling": own} | {
-        f"{one.key}.sampling": one.sampling.stop_token_ids
-        for one in config.eval_sets
-        if one.sampling.stop_token_ids != own
+        f"{one.key}.sampling": one.sampling for one in config.eval_sets
     }
-    return [
-        Problem(
-            key=f"{key}.stop_token_ids",
-            what=f"{token} is not a token of the model, which has {shape.vocabulary}",
-            fix=f"use ids below {shape.vocabulary}, or text in {key}.stop",
-        )
-        for key, tokens in by_key.items()
-        for token in tokens
-        if token >= shape.vocabulary
-    ]
+    problems = []
+    for key, sampling in by_key.items():
+        inherits = sampling is not own
+        if not (inherits and sampling.stop_token_ids == own.stop_token_ids):
+            problems += [
+                Problem(
+                    key=f"{key}.stop_token_ids",
+                    what=f"{token} is not a token of the model, which has {shape.vocabulary}",
+                    fix=f"use ids below {shape.vocabulary}, or text in {key}.stop",
+                )
+                for token in sampling.stop_token_ids
+                if token >= shape.vocabulary
+            ]
+        if not (inherits and sampling.stop == own.stop):
+            problems += [
+                Problem(
+                    key=f"{key}.stop",
+                    what=f"{text!r} has the special token {token}, which no text of a response has",
+                    fix=f"set {key}.stop_token_ids: [{token}]",
+                )
+                for text in sampling.stop
+                if (token := unwritten_token(tokenizer, text)) is not None
+            ]
+    return problems
 
 
 def _silent_servers(config: Config) -> list[str]:

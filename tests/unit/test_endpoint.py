@@ -76,7 +76,7 @@ class Played:
         config = EnvironmentConfig(name="agent", processes=2, **settings)
         self.pool = Environments(config)
         self.pool.start()
-        tokenizer = characters(model, template)
+        tokenizer = characters(model, template, ("<turn>",))
         parser = ToolParser("hermes", model, tokenizer.eos_ids)
         self.agents = Agents(self.pool, tokenizer, parser)
         await self.agents.start()
@@ -319,10 +319,11 @@ def test_a_stop_string_of_an_agent_ends_its_turn(played: Played) -> None:
         turn: Turn = await sample(requested)
         return turn
 
-    fields = {"question": "?", "body": {"stop": ":"}}
+    # The end of a turn ends every response, also as a stop string.
+    fields = {"question": "?", "body": {"stop": [":", "<end>"]}}
     transcript = Transcript(Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields))
     assert played.runner.run(played.agents.play(transcript, record, 400)) is None
-    assert [list(one.stop) for one in requests] == [[":"]]
+    assert [list(one.stop) for one in requests] == [[":", "<end>"]]
     assert read(transcript.tokens.response_ids) == "42:\x01"
     assert transcript.rewards(0.0)[0] == 42.0  # The agent received 42.
 
@@ -379,6 +380,7 @@ CALLS_NOTHING = {"role": "assistant", "tool_calls": [{"id": "1", "function": Non
         ({"body": {"response_format": {"type": "json_object"}}}, "'json_object' .*'text'"),
         ({"body": {"functions": [{"name": "f"}]}}, "send tools"),
         ({"body": {"stop": [7]}}, r"stop must be text, or a list of texts, not \[7\]"),
+        ({"body": {"stop": ["x", "a<turn>"]}}, "stop 'a<turn>' has the special token 2, which no"),
         ({"body": {"messages": [{"role": "user", "tool_calls": "f"}]}}, "tool_calls must be"),
         ({"body": {"messages": [CALLS_NOTHING]}}, "function whose name and arguments are text"),
         ({"body": {"messages": []}}, "messages must be a list of messages"),

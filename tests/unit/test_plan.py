@@ -52,6 +52,7 @@ from megatron_async_rl.policy.families import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import Status, write_status
 from tests.cases import looped
+from tests.characters import save_characters
 from tests.forked import python
 from tests.tiny_models import save_tiny_model
 from tests.unit.test_import_rules import HEAVY
@@ -835,6 +836,28 @@ def test_a_stop_token_that_the_model_does_not_have_is_refused(file):
     assert found == {
         "rollout.sampling.stop_token_ids": "99 is not a token of the model, which has 14",
         "eval.sets.0.sampling.stop_token_ids": "14 is not a token of the model, which has 14",
+    }
+
+
+def test_a_stop_string_that_no_text_contains_is_refused(tmp_path):
+    file = write_run(tmp_path, vocab_size=128, eos_token_id=1)
+    kept = (tmp_path / "model" / "config.json").read_text()
+    save_characters(tmp_path / "model", ("<turn>",))
+    (tmp_path / "model" / "config.json").write_text(kept)
+    sets = f"eval.sets=[{{name: a, path: {file}}}, {{name: b, path: {file}, sampling: STOP}}]"
+    sets = sets.replace("STOP", "{stop: ['.<turn>']}")
+    stop = r"rollout.sampling.stop=['x', '<end>', '<turn>', ' ', '\n', 'ä']"
+    found = {one.key: (one.what, one.fix) for one in plan(file, stop, sets).problems}
+    what = "has the special token 2, which no text of a response has"
+    assert {key: value for key, value in found.items() if "stop" in key} == {
+        "rollout.sampling.stop": (
+            f"'<turn>' {what}",
+            "set rollout.sampling.stop_token_ids: [2]",
+        ),
+        "eval.sets.1.sampling.stop": (
+            f"'.<turn>' {what}",
+            "set eval.sets.1.sampling.stop_token_ids: [2]",
+        ),
     }
 
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megatron_async_rl.data.tokenizer import Tokenizer
+from megatron_async_rl.data.tokenizer import Tokenizer, unwritten_token
 from megatron_async_rl.rollout.environments import UNREAD, UNREAD_CALLS, EpisodeStep, Message
 from megatron_async_rl.rollout.environments.completions import (
     MODEL,
@@ -311,6 +311,12 @@ class Agents:
         """Return the segment whose last turn is the response to the call. Raises CallRefused before
         anything is sampled."""
         messages, tools = requested.messages, requested.tools
+        for text in requested.stop:
+            if (token := unwritten_token(self._tokenizer, text)) is not None:
+                raise CallRefused(
+                    f"stop {text!r} has the special token {token}, which no text of a response has;"
+                    " leave it out, or set rollout.sampling.stop_token_ids in the config of the run"
+                )
         transcript, limit = session.transcript, self._environments.settings.max_turns
         for one in session.segments:
             if one.is_retried_by(messages, tools):
