@@ -14,6 +14,7 @@ import ctypes
 import gc
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -47,17 +48,23 @@ def of_run(run_id: str) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if belongs(process)]
 
 
-def descendants() -> set[int]:
-    """Return the ids of all processes that this one started, directly or not. A fork of the server
-    of engines (`preloaded`) counts as started by its requester."""
-    own = psutil.Process()
-    found = {child.pid for child in own.children(recursive=True)}
+def descendants(of: Collection[int] | None = None) -> set[int]:
+    """Return the ids of all processes that the processes `of` (None: this one) started, directly or
+    not. A fork of the server of engines (`preloaded`) counts as started by its requester."""
+    roots = {os.getpid()} if of is None else set(of)
+    found = _children(roots)
     # The kernel lists these as children of the fork server.
-    forked = preloaded.started_by(preloaded.address_of("engines"), {own.pid, *found})
-    for pid in forked:
+    forked = preloaded.started_by(preloaded.address_of("engines"), roots | found)
+    return found | forked | _children(forked)
+
+
+def _children(pids: Collection[int]) -> set[int]:
+    """Return what the kernel lists as children of these processes, directly or not."""
+    found: set[int] = set()
+    for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
-    return found | forked
+    return found
 
 
 def ended_ray_servers() -> list[str]:

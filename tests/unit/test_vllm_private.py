@@ -125,6 +125,27 @@ def test_a_missing_name_is_detected() -> None:
     assert not exists("vllm.v1.engine.output_processors.RequestOutputCollector.put")
 
 
+def test_processes_of_rewards_that_start_meanwhile_are_not_vllms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from megatron_async_rl.rollout.vllm import engine_arguments
+
+    children = iter([{1}, {1, 2, 3, 4}])
+
+    def descendants(of: set[int] | None = None) -> set[int]:
+        return next(children) if of is None else {2} & {one + 1 for one in of}
+
+    monkeypatch.setattr(client, "descendants", descendants)
+    monkeypatch.setattr(client, "_vllm_processes", frozenset())
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda _: "vLLM")
+    monkeypatch.setattr(engine_arguments, "engine_arguments", lambda _: None)
+    spec: Any = None
+    assert client.launch(spec) == "vLLM"
+    assert client._vllm_processes == {3, 4}
+
+
 class Core:
     """Stand-in for vLLM's engine core that records the `calls` of an update. `idle`: it pauses at
     once; otherwise once the future `paused` has a result. `loaded`: what its workers return."""

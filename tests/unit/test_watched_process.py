@@ -531,6 +531,10 @@ def test_processes_are_found_by_their_run_and_their_requester(
     monkeypatch.setattr(preloaded, "started_by", started_by)
     assert processes.descendants() == {1, 2, 4, 5, 99}
     assert requests == [("address", {own, 1, 2})]
+    # What others started; a process that has ended started none.
+    monkeypatch.setattr(preloaded, "started_by", lambda _, requesters: {99} & requesters)
+    assert processes.descendants({4, 7}) == {5}
+    assert processes.descendants({99}) == {99}
 
 
 def test_the_condition_of_a_process_is_none_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

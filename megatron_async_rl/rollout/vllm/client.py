@@ -51,7 +51,8 @@ def launch(spec: EngineSpec) -> Any:
     # Only vLLM's processes: the death of another child, such as a reward process, is harmless.
     before = descendants()
     llm = AsyncLLM.from_engine_args(engine_arguments(spec))
-    _vllm_processes = frozenset(descendants() - before)
+    # Servers of rewards and environments, which are older, start processes meanwhile.
+    _vllm_processes = frozenset(descendants() - before - descendants(before))
     return llm
 
 
