@@ -140,10 +140,10 @@ def plan_replay(
         if (missing := log.missing(step)) is not None:
             why, fix = missing
             raise UserError.of("RUN", why, _alternative(log, saved) or fix)
-    _require_past_weights(run_dir, changes, before, log, explained)
     last = log.last_step if count is None else min(requested + count - 1, log.last_step)
     if explained is not None:
         last = explained
+    _require_past_weights(run_dir, changes, before, last, log, explained)
     return ReplayPlan(
         run_dir=run_dir,
         stretches=stretches(run_dir, read_starts(run_dir), before + 1, last),
@@ -157,10 +157,15 @@ def plan_replay(
 
 
 def _require_past_weights(
-    run_dir: Path, changes: Sequence[str], before: int, log: _ReplayableSteps, explained: int | None
+    run_dir: Path,
+    changes: Sequence[str],
+    before: int,
+    last: int,
+    log: _ReplayableSteps,
+    explained: int | None,
 ) -> None:
-    """Raise UserError for changes that read weights of past versions which the checkpoint of step
-    `before` lacks, because the run did not keep them."""
+    """Raise UserError for changes with which the steps up to `last` read weights of past versions
+    that the checkpoint of step `before` lacks, because the run did not keep them."""
     # A replay from the model keeps them itself.
     if before == 0 or not changes:
         return
@@ -170,7 +175,8 @@ def _require_past_weights(
     config = load(after.config_file, [*WITHOUT_ENGINES, *changes])
     kept = _stores_of_past_weights(load(saved.config_file))
     for store, reader in _stores_of_past_weights(config).items():
-        if store in kept or log.oldest_version(before + 1, config.batch_versions) >= before:
+        count = min(config.batch_versions, last - before)
+        if store in kept or log.oldest_version(before + 1, count) >= before:
             continue
         what = (
             f"reads weights of versions before {before}, which the run did not keep in the"

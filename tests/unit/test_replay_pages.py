@@ -356,6 +356,16 @@ def test_a_change_that_reads_weights_which_the_run_did_not_keep_is_refused(
         (6, ("objective.loss=reinforce", snapshot)),
     ):
         assert "exit code 0" in replayed(trainer, *changes, first=first), (first, changes)
+
+    def stale_later(sample: Sample, step: int) -> Sample:
+        return replace(sample, versions=sample.versions - 2 * (step == 6))
+
+    # Only the steps that run read past weights.
+    later = Alterations(metrics=with_distance, sample=stale_later, config=("flow.async_ratio=2",))
+    mixed = write_healthy_run(tmp_path / "later", later)
+    (mixed / "checkpoint" / "step_00000004").mkdir()
+    assert "exit code 0" in replayed(Trainer(mixed), control, first=5, count=1)
+    assert "reads weights of versions before 4" in replayed(Trainer(mixed), control, first=5)
     losses = ("objective.loss=ppo_clip", snapshot)
     pages = {
         control: replayed(trainer, control, first=6),
