@@ -173,6 +173,12 @@ TREE = "tree"
 """A carrier that this project does not have: from GPU to GPU down a tree."""
 ZERO = ("decode_step_ms", "bucket_ms", "take_s", "prompt_tokens", "response_sigma", "alike")
 """Numbers of `Hardware` that may be 0; the simulation divides by the others."""
+HIGHEST = {
+    **dict.fromkeys(("train_share", "prefill_share", "read_share", "alike"), 1.0),
+    "response_sigma": 5.0,
+}
+"""Largest values of shares, and of the deviation of a logarithm, whose exponential must be
+finite."""
 SIMULATED = (*(name for name, one in CARRIERS.items() if not one.ipc), TREE)
 """Values of `carrier`."""
 
@@ -195,10 +201,12 @@ def assumed(name: str, changes: Iterable[str]) -> Hardware:
             value = -1
         if key == "carrier":
             fits, fix = value in SIMULATED, f"one of {', '.join(SIMULATED)}"
-        elif key in ZERO:
-            fits, fix = 0 <= value < math.inf, "a number, 0 or more"
         else:
-            fits, fix = 0 < value < math.inf, "a number above 0"
+            highest = HIGHEST.get(key, math.inf)
+            fits = (value >= 0 if key in ZERO else value > 0) and value <= highest
+            fits = fits and value < math.inf
+            fix = "a number, 0 or more" if key in ZERO else "a number above 0"
+            fix += f", at most {highest:g}" if highest < math.inf else ""
         if not fits:
             raise UserError.of("--assume", f"{text!r} does not fit {key}", fix)
         hardware = replace(hardware, **{key: value})

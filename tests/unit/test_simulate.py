@@ -448,6 +448,12 @@ def test_the_command_takes_the_rates_of_a_run(measured: Path) -> None:
         (["--assume", "tflops=0"], "'0' does not fit tflops\n  fix: a number above 0"),
         (["--assume", "fp8_speed=inf"], "'inf' does not fit fp8_speed\n  fix: a number above 0"),
         (["--assume", "tflops=fast"], "'fast' does not fit tflops\n  fix: a number above 0"),
+        (
+            ["--assume", "alike=1.5"],
+            "'1.5' does not fit alike\n  fix: a number, 0 or more, at most 1",
+        ),
+        (["--assume", "read_share=2"], "fix: a number above 0, at most 1"),
+        (["--assume", "response_sigma=40"], "fix: a number, 0 or more, at most 5"),
         (["--gpus", "64", "--assume", "memory_gib=9"], "the 7.6 GiB that 0.85 of a GPU gives"),
         (
             ["--assume", "prompt_tokens=100000000"],
