@@ -13,6 +13,24 @@ from megatron_async_rl.rollout.vllm.cpu_sampling import draw_tokens
 from tests.cases import looped
 
 
+@pytest.fixture(autouse=True)
+def vllm_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load vLLM's kernels, as its workers do, and restore later what `speed_up_sampling`
+    replaces."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.sample.sampler import Sampler
+
+    current_platform.import_kernels()
+    for owner, name in (
+        (TopKTopPSampler, "forward_cpu"),
+        (Sampler, "gather_logprobs"),
+        (LogitsProcessor, "_apply_head"),
+    ):
+        monkeypatch.setattr(owner, name, vars(owner)[name])
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -94,14 +112,9 @@ def test_draws_of_a_request_depend_only_on_its_seed() -> None:
 
 def test_other_batches_are_drawn_by_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler may need float64 or other log-probs."""
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-    from vllm.v1.sample.sampler import Sampler
 
     monkeypatch.setattr(TopKTopPSampler, "forward_cpu", lambda *given: given)
-    # Restored after the test.
-    monkeypatch.setattr(Sampler, "gather_logprobs", staticmethod(Sampler.gather_logprobs))
-    monkeypatch.setattr(LogitsProcessor, "_apply_head", LogitsProcessor._apply_head)
     cpu_sampling.speed_up_sampling()
     forward = TopKTopPSampler.forward_cpu
     cpu_sampling.speed_up_sampling()
