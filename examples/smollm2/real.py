@@ -109,7 +109,9 @@ def measured(model: Path, config: Path, out: Path) -> dict[str, Any]:
 
 def contains_answer(row: dict[str, Any]) -> bool:
     """Return True if the answer is a word or number of the response."""
-    return bool(re.search(rf"(?<![\w.-]){re.escape(row['answer'])}(?!\w)", row["response"]))
+    return bool(
+        re.search(rf"(?<![\w.-])(?<!\d,){re.escape(row['answer'])}(?!\w|[.,]\d)", row["response"])
+    )
 
 
 def question_of(row: dict[str, Any]) -> str:
