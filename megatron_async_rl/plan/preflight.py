@@ -361,7 +361,7 @@ def _stops(config: Config, shape: ModelShape, tokenizer: Tokenizer) -> list[Prob
             problems += [
                 Problem(
                     key=f"{key}.stop",
-                    what=f"{text!r} has the special token {token}, which no text of a response has",
+                    what=f"{text!r} contains the special token {token}, which decoded text omits",
                     fix=f"set {key}.stop_token_ids: [{token}]",
                 )
                 for text in sampling.stop

@@ -380,7 +380,7 @@ CALLS_NOTHING = {"role": "assistant", "tool_calls": [{"id": "1", "function": Non
         ({"body": {"response_format": {"type": "json_object"}}}, "'json_object' .*'text'"),
         ({"body": {"functions": [{"name": "f"}]}}, "send tools"),
         ({"body": {"stop": [7]}}, r"stop must be text, or a list of texts, not \[7\]"),
-        ({"body": {"stop": ["x", "a<turn>"]}}, "stop 'a<turn>' has the special token 2, which no"),
+        ({"body": {"stop": ["x", "a<turn>"]}}, "stop 'a<turn>' contains the special token 2"),
         ({"body": {"messages": [{"role": "user", "tool_calls": "f"}]}}, "tool_calls must be"),
         ({"body": {"messages": [CALLS_NOTHING]}}, "function whose name and arguments are text"),
         ({"body": {"messages": []}}, "messages must be a list of messages"),

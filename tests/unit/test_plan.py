@@ -848,7 +848,7 @@ def test_a_stop_string_that_no_text_contains_is_refused(tmp_path):
     sets = sets.replace("STOP", "{stop: ['.<turn>']}")
     stop = r"rollout.sampling.stop=['x', '<end>', '<turn>', ' ', '\n', 'ä']"
     found = {one.key: (one.what, one.fix) for one in plan(file, stop, sets).problems}
-    what = "has the special token 2, which no text of a response has"
+    what = "contains the special token 2, which decoded text omits"
     assert {key: value for key, value in found.items() if "stop" in key} == {
         "rollout.sampling.stop": (
             f"'<turn>' {what}",

@@ -314,7 +314,7 @@ class Agents:
         for text in requested.stop:
             if (token := unwritten_token(self._tokenizer, text)) is not None:
                 raise CallRefused(
-                    f"stop {text!r} has the special token {token}, which no text of a response has;"
+                    f"stop {text!r} contains the special token {token}, which decoded text omits;"
                     " leave it out, or set rollout.sampling.stop_token_ids in the config of the run"
                 )
         transcript, limit = session.transcript, self._environments.settings.max_turns
