@@ -54,7 +54,8 @@ class SamplingConfig(Strict):
     """Largest number of response tokens; a response that would be longer ends with finish reason
     `length`."""
     stop: tuple[Text, ...] = ()
-    """Strings that end a response; the end-of-sequence tokens of the model always do."""
+    """Strings that end a response; the end-of-sequence tokens of the model always do. Other special
+    tokens, which decoded text omits, belong in stop_token_ids."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Further tokens that end a response."""
     top_p: PositiveShare = 1.0
