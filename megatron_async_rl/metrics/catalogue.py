@@ -292,6 +292,11 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         "Quantities that a loss computes from the whole batch before the step. Each is present with"
         " the losses that it names.",
         {
+            "own/NAME": Metric(
+                "",
+                "Number NAME that a method of your own logs"
+                " ([adding a method](add_a_method.md#what-it-returns)).",
+            ),
             "objective/second_moment": Metric(
                 "nats²",
                 "`m2po`: mean (log w)² over the candidate tokens, before masking or clipping.",
@@ -680,11 +685,12 @@ METRICS: Mapping[str, Metric] = {
 
 def find_metric(name: str) -> Metric | None:
     """Return the metric of the key `name`; None for an unknown key. In a key, a number replaces the
-    k of `@k`, the name of a held-out set replaces SET, and the name of a reward part replaces
-    NAME."""
+    k of `@k`, the name of a held-out set replaces SET, and the name of a reward part, or of a
+    number of a user's method, replaces NAME."""
     name = re.sub(r"@[1-9]\d*$", "@k", name)
     named = re.sub(r"(^reward/|^eval/|^eval/[^/]+/)part/[^/]+$", r"\1part/NAME", name)
     named = re.sub(r"^eval/(?!part/)[^/]+/", "eval/SET/", named)
+    named = re.sub(r"^own/[\w.-]+$", "own/NAME", named)
     return METRICS.get(name) or METRICS.get(named)
 
 

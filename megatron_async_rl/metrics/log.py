@@ -363,8 +363,8 @@ def _checked(name: str, value: object) -> Value:
         # Refuse a misspelt key, because no reader would show its values.
         near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)
         raise MetricsError(
-            f"unknown metric {name!r}; the nearest one is {near[0]!r}. Add a new metric to"
-            " metrics/catalogue.py"
+            f"unknown metric {name!r}; the nearest one is {near[0]!r}. A method of your own names"
+            " its metrics own/NAME; the package's are in metrics/catalogue.py"
         )
     return metric.check(name, value)
 
