@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,11 @@ from megatron_async_rl.policy.checkpoint_folder import (
     is_step,
     newest,
     require_whole,
+    steps,
 )
 from megatron_async_rl.policy.digested_folder import files_of, require_export
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
+from megatron_async_rl.report.responses_file import write_responses
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer, tool_schemas
 from megatron_async_rl.rollout.environments.transcript import follow_ups
@@ -157,7 +158,7 @@ def resolve(
     return EvalJob(
         target=target,
         model=model,
-        dtype=config.model.dtype,
+        dtype=config.engine_dtype,
         data=config.data,
         rollout=rollout,
         sets=sets,
@@ -184,11 +185,13 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
     if is_step(named):
         version = _step(named)
         return target(named, version, named.parent.parent / f"eval_{version}.json")
-    step = newest(named)
+    # A folder of a model may contain a file `latest` of another trainer.
+    is_model = (named / "config.json").is_file() and not steps(named)
+    step = None if is_model else newest(named)
     if step is not None:
         version = _step(step)
         return target(step, version, named.parent / f"eval_{version}.json")
-    if (named / "config.json").is_file():
+    if is_model:
         # An export of this package stores digests of its files; check them.
         require_export(named, "CHECKPOINT")
         # The result must not be written to the hub's cache.
@@ -315,18 +318,25 @@ def run(job: EvalJob, console: Console) -> None:
         with _imports_of_engines(specs[0]):
             if target.checkpoint is not None:
                 _report(console, f"converting {target.checkpoint}")
-                _convert(target.checkpoint, model, job.timeout_s)
-            result = _sample(job, specs, console)
+                _convert(target.checkpoint, model, job.timeout_s, job.dtype)
+            answers: list[EvalResponses] = []
+            result = _sample(job, specs, console, answers.append)
     content = _content(job, result)
-    # Write before showing: if the terminal is closed, the result must not be lost.
+    # Write before showing: if the terminal is closed, the result must not be lost. The larger file
+    # comes last, because its disk may be full.
     write_file(job.target.result, json.dumps(content, indent=1, allow_nan=False) + "\n")
     show_evaluation(content, str(job.target.result), console)
+    if job.responses is not None:
+        sets = [one.name for one in job.held_out for _ in one.prompts]
+        write_responses(job.responses, sets, *answers)
 
 
-def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
-    """Convert a checkpoint to the Hugging Face format in `out`. A child process does the work, so
-    its memory is free before the engines start."""
+def _convert(checkpoint: Path, out: Path, timeout_s: float, dtype: str) -> None:
+    """Convert a checkpoint to the Hugging Face format in `out`, in `dtype`. A child process does
+    the work, so its memory is free before the engines start."""
     command = [sys.executable, "-m", "megatron_async_rl", "convert", str(checkpoint), str(out)]
+    # Engines of a run may load merged adapters in another precision than that of the model.
+    command += ("--dtype", dtype)
     try:
         done = subprocess.run(
             command,
@@ -384,7 +394,12 @@ def _imports_of_engines(spec: EngineSpec) -> AbstractContextManager[object]:
     return serving_engines(spec, os.environ, folder, spec.log_dir / "preloaded_engines.log")
 
 
-def _sample(job: EvalJob, specs: Sequence[EngineSpec], console: Console) -> EvalResult:
+def _sample(
+    job: EvalJob,
+    specs: Sequence[EngineSpec],
+    console: Console,
+    on_answers: Callable[[EvalResponses], None],
+) -> EvalResult:
     from megatron_async_rl.rollout.cluster import join_ray, prepare_environment
 
     # Call before the import: Ray reads its environment variables when it is imported.
@@ -398,7 +413,7 @@ def _sample(job: EvalJob, specs: Sequence[EngineSpec], console: Console) -> Eval
         with sampling_progress(
             console, sum(len(one.prompts) for one in job.held_out)
         ) as on_progress:
-            return asyncio.run(_evaluate(job, specs, on_progress))
+            return asyncio.run(_evaluate(job, specs, on_progress, on_answers))
     except RuntimeError as error:
         raise EvaluationFailed(str(error)) from error
     finally:
@@ -406,7 +421,10 @@ def _sample(job: EvalJob, specs: Sequence[EngineSpec], console: Console) -> Eval
 
 
 async def _evaluate(
-    job: EvalJob, specs: Sequence[EngineSpec], on_progress: Callable[[int, int], None]
+    job: EvalJob,
+    specs: Sequence[EngineSpec],
+    on_progress: Callable[[int, int], None],
+    on_answers: Callable[[EvalResponses], None],
 ) -> EvalResult:
     from megatron_async_rl.rollout.engine_process import start_engine
 
@@ -434,39 +452,12 @@ async def _evaluate(
             on_reward_error=rollout.reward.on_error,
             rewards=rewards,
             on_progress=on_progress,
-            on_answers=partial(write_responses, job),
+            on_answers=on_answers,
         )
     finally:
         rewards.close()
         # Close the engines after an error or Ctrl-C, too; otherwise vLLM's processes would remain.
         await fleet.close(STOP_ENGINES_S)
-
-
-def write_responses(job: EvalJob, responses: EvalResponses) -> None:
-    """Write one JSON object per response, in the order of the prompts. The result is a data file
-    (docs/data.md) with the columns of the prompt's row and the fields of the response."""
-    if job.responses is None:
-        return
-    sets = [one.name for one in job.held_out for _ in one.prompts]
-    lines = []
-    for name, (prompt, rows) in zip(sets, responses, strict=True):
-        for sample in (row.sample() for row in rows):
-            parts = sample.reward_parts
-            line = {
-                # Columns come first, so that a response's field overrides a column of the same
-                # name.
-                **prompt.fields,
-                "prompt_id": prompt.id,
-                "prompt": prompt.text,
-                "response": sample.text,
-                "reward": sample.reward if sample.valid else None,
-                **({} if parts is None else {"reward_parts": dict(parts)}),
-                **({} if sample.valid else {"reward_error": sample.reward_error}),
-                "finish_reason": sample.finish_reason,
-                **({"set": name} if name else {}),
-            }
-            lines.append(json.dumps(line) + "\n")
-    write_file(job.responses, "".join(lines))
 
 
 def _content(job: EvalJob, result: EvalResult) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -387,6 +387,10 @@ def convert(
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist or be empty.")
     ],
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Precision of the weights.", show_default="that of the model"),
+    ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory."""
     if not checkpoint.is_dir():
@@ -403,7 +407,7 @@ def convert(
         warnings.simplefilter("ignore")
         from megatron_async_rl.weights.convert import convert as convert_checkpoint
 
-        convert_checkpoint(checkpoint, out)
+        convert_checkpoint(checkpoint, out, dtype)
     print_text(f"wrote {out}")
 
 

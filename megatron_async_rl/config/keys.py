@@ -97,7 +97,7 @@ def models_at(dotted: Sequence[str | int], tree: Any) -> tuple[type[Strict], ...
         if named:
             named = False
             continue
-        if isinstance(part, int) or str(part).isdigit():
+        if isinstance(part, int) or str(part).isdecimal():
             # Each entry of a list selects its own method.
             models = _chosen(models, tree)
             continue
@@ -147,7 +147,7 @@ def _inside(annotation: Any, part: str) -> Iterator[Any]:
         if part in annotation.model_fields:
             yield annotation.model_fields[part].annotation
     # The ellipsis of `tuple[X, ...]` is not the type of an entry.
-    elif origin in (tuple, list) and part.isdigit():
+    elif origin in (tuple, list) and part.isdecimal():
         yield from (one for one in parts if one is not Ellipsis)
     elif origin is Mapping:
         yield parts[1]
@@ -168,7 +168,7 @@ def _alternatives(annotation: Any) -> Iterator[Any]:
 def _child(tree: Any, part: str | int) -> Any:
     if isinstance(tree, dict):
         return tree.get(part)
-    if isinstance(tree, list) and str(part).isdigit() and int(part) < len(tree):
+    if isinstance(tree, list) and str(part).isdecimal() and int(part) < len(tree):
         return tree[int(part)]
     return None
 

@@ -353,7 +353,7 @@ def _step_into(
 
 
 def _index(holder: Sequence[Any], part: str, key: str, where: str) -> int:
-    if part.isdigit() and int(part) < len(holder):
+    if part.isdecimal() and int(part) < len(holder):
         return int(part)
     entries = f"a list of {len(holder)}" + (", numbered from 0" if holder else "")
     problem = Problem(

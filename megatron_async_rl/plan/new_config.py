@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_async_rl.config.data import TASK_PREFIX
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.losses import LONG_RESPONSE
 from megatron_async_rl.config.problem import (
@@ -398,8 +399,8 @@ def _held_out(answers: InitAnswers, folder: Path) -> str:
 
 def _path(name: str, folder: Path) -> str:
     """Return the path for the config file in `folder`: relative if it is inside the folder. A name
-    on a hub is returned as it is."""
-    if name.startswith("hf:"):
+    on a hub or of a task is returned as it is."""
+    if name.startswith(("hf:", TASK_PREFIX)):
         return name
     path = Path(name).expanduser().resolve()
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)

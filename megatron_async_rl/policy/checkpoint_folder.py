@@ -63,7 +63,11 @@ def step_of(path: Path) -> int:
 def is_step(path: Path) -> bool:
     """Return True for the folder of one checkpoint, even if it has lost its description."""
     with _readable(path):
-        return (path / ABOUT).is_file() or (path.name.startswith("step_") and path.is_dir())
+        if (path / ABOUT).is_file():
+            return True
+        # Models of other trainers have such names, too.
+        is_model = (path / "config.json").is_file()
+        return path.name.startswith("step_") and path.is_dir() and not is_model
 
 
 def newest(directory: Path) -> Path | None:
@@ -288,7 +292,11 @@ def _newest_intact(found: Sequence[Path]) -> Path | None:
 
 def _use_other(other: Path | None, directory: Path) -> str:
     if other is None:
-        return f"no other checkpoint of {directory} is whole; remove that folder to begin again"
+        none = f"no other checkpoint of {directory} is whole"
+        # Other folders may hold more than checkpoints.
+        if directory.name == "checkpoint" and (directory.parent / "config.yaml").is_file():
+            return f"{none}; remove that folder to begin again"
+        return f"{none}; restore one from a copy"
     return (
         f"use {other}, the newest other checkpoint that is whole: to resume from it, write"
         f" {other.name} into {directory / LATEST}"

@@ -173,6 +173,14 @@ class _PartsReader:
         self._rows = MetricRows()
 
     def read(self) -> MetricRows:
+        try:
+            return self._read()
+        except BaseException:
+            # The readers have passed lines whose rows are lost. The next call reads all again.
+            self._begin()
+            raise
+
+    def _read(self) -> MetricRows:
         new = [reader.new_rows() for reader in self._readers]
         if any(one.restarted for one in new):
             self._begin()

@@ -157,7 +157,10 @@ class SampleBrowser:
         ids = pa.array({row["id"] for row in rows}, pa.string())
         groups = pa.array({row["group"] for row in rows}, pa.int64())
         outcomes, samples = self._outcomes(), self._samples()
-        history = Outcomes(whole=segments_in(self._run_dir / FOLDER)[:1] == [0])
+        admitted = outcomes.filter(pc.equal(outcomes["outcome"], "admitted"))["group"]
+        # Of all groups, because `history` has only those that are shown.
+        oldest = pc.min(admitted).as_py()
+        history = Outcomes(whole=segments_in(self._run_dir / FOLDER)[:1] == [0], oldest=oldest)
         # A dropped group has one outcome without an id, which applies to all of its samples.
         of_groups = pc.and_(pc.is_null(outcomes["id"]), pc.is_in(outcomes["group"], groups))
         relevant = pc.or_(pc.is_in(outcomes["id"], ids), of_groups)

@@ -191,10 +191,11 @@ def _batch(
 
 class Outcomes:
     """Ends of samples and groups; `add` accepts rows of OUTCOMES. `whole`: the log's oldest segment
-    still exists."""
+    still exists. `oldest`: the oldest group with a row `admitted`, if not all rows are added."""
 
-    def __init__(self, *, whole: bool) -> None:
+    def __init__(self, *, whole: bool, oldest: int | None = None) -> None:
         self._whole = whole
+        self._oldest = oldest
         self._of_samples: dict[tuple[str, float], list[_SampleEnd]] = {}
         self._dropped: dict[int, tuple[int, str | None]] = {}
         self._admitted: set[int] = set()
@@ -230,8 +231,9 @@ class Outcomes:
     def admits(self, group: int) -> bool:
         if group in self._admitted:
             return True
+        oldest = min(self._admitted, default=group + 1) if self._oldest is None else self._oldest
         # Its row may be in a segment that was deleted.
-        return not self._whole and 0 <= group < min(self._admitted, default=group + 1)
+        return not self._whole and 0 <= group < oldest
 
 
 class _OutcomeHistory(Outcomes):

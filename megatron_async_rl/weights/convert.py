@@ -102,10 +102,11 @@ def _in_place_of(out_dir: Path) -> Iterator[Path]:
     publish(partial, out_dir)
 
 
-def convert(checkpoint: Path, out_dir: Path) -> None:
+def convert(checkpoint: Path, out_dir: Path, dtype: str | None = None) -> None:
     """Write a checkpoint to `out_dir`, with adapters merged into the weights, and the adapters
     alone to its folder `adapter`. The checkpoint is a run's checkpoint folder or one step of it,
-    saved with any layout. Uses one process and the CPU.
+    saved with any layout. dtype: of the weights, `float32` or `bfloat16`; None: those of the model.
+    Uses one process and the CPU.
 
     Raises UserError if the checkpoint is damaged, if it or its model directory is missing, if that
     directory is not the adapters' base model, or if `out_dir` holds files.
@@ -147,7 +148,10 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
         model = build(ModelConfig(path=source, dtype=content["dtype"]), settings, layout)
         refuse_other_base(path, content, model)
         load_model(path, model, content)
-        export_hf(WeightExporter(model.bridge, model.chunks), source, out_dir)
+        # Without a request, each parameter keeps its own precision.
+        rounded = None if dtype in (None, content["dtype"]) else getattr(torch, str(dtype))
+        exporter = WeightExporter(model.bridge, model.chunks, dtype=rounded)
+        export_hf(exporter, source, out_dir)
         export_adapter(model, out_dir / "adapter")
     finally:
         layout.shutdown()

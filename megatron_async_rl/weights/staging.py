@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -146,9 +147,11 @@ class WeightDigests:
         except Exception as error:  # noqa: BLE001 - raised once the other ranks know
             failure = error
             sums[-1] = 1
-            # Other ranks may still be writing their parts, which may need this rank's.
-            for _ in remaining:
-                pass
+            # Other ranks may still be writing their parts, which may need this rank's. A second
+            # error must not keep this rank from the reduction, in which the others wait.
+            with contextlib.suppress(Exception):
+                for _ in remaining:
+                    pass
         # One reduction carries digests and failures, so all ranks raise together or none does.
         *found, (failed, _, _) = self._ranks.summed(sums).tolist()
         if failure is not None:

@@ -293,9 +293,14 @@ def test_a_checkpoint_of_another_model_is_refused(build: Build, tmp_path: Path) 
     with pytest.raises(CheckpointBroken, match=r"trained over other weights than those of"):
         build(path=other, **adapters).load(tmp_path / "adapted")
     (tmp_path / "plain" / "step_00000001" / "state.pt").unlink()
-    message = r"is damaged: state.pt: (.|\n)*no other checkpoint of .* is whole; remove that folder"
-    with pytest.raises(CheckpointBroken, match=message):
+    message = r"is damaged: state.pt: (.|\n)*no other checkpoint of .* is whole; "
+    with pytest.raises(CheckpointBroken, match=f"{message}restore one from a copy"):
         plain.load(tmp_path / "plain")
+    # The folder of checkpoints of a run.
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "plain").rename(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointBroken, match=f"{message}remove that folder to begin again"):
+        plain.load(tmp_path / "checkpoint")
 
 
 def test_damage_to_a_checkpoint_without_digests_names_the_file(

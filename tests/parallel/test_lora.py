@@ -19,6 +19,7 @@ from tests.parallel import layouts
 from tests.parallel.lora_program import DROPS, LORA
 from tests.parallel.ranks import run_alone
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
+from tests.thorough import thorough
 from tests.token_batches import decided
 from tests.train_batches import columns, samples_in
 
@@ -188,6 +189,21 @@ def test_convert_writes_merged_weights_and_the_adapter_beside_them(tmp_path):
     compare_weights(merged, expected["merged"], atol=0.0)
     adapter = load_file(tmp_path / "hf" / "adapter" / "adapter_model.safetensors")
     compare_weights(adapter, expected["adapters"], atol=0.0)
+
+
+@thorough
+def test_convert_rounds_merged_weights_once_to_a_requested_precision(tmp_path):
+    expected = results("single")["reference"]["merged"]
+    for dtype in ("bfloat16", "float32"):
+        arguments = [layouts.material() / "lora_checkpoint", tmp_path / dtype, dtype]
+        run_alone("tests.parallel.convert_program", arguments)
+        found = load_file(tmp_path / dtype / "model.safetensors")
+        kind = getattr(torch, dtype)
+        rounded = {name: tensor.to(kind) for name, tensor in expected.items()}
+        compare_weights(found, rounded, atol=0.0)
+        assert {one.dtype for one in found.values()} == {kind}
+        config = json.loads((tmp_path / dtype / "config.json").read_text())
+        assert config.get("dtype", config.get("torch_dtype")) == dtype
 
 
 class PeftLinear(torch.nn.Module):

@@ -53,14 +53,15 @@ def test_a_checkpoint_is_converted_in_a_child_with_a_limit(
 
     def converted() -> str:
         try:
-            evaluate._convert(Path("c"), Path("o"), 9.5)
+            evaluate._convert(Path("c"), Path("o"), 9.5, "float32")
         except EvaluationFailed as error:
             return str(error)
         return ""
 
     assert converted() == ""
     ((command, given),) = started
-    assert command == [sys.executable, "-m", "megatron_async_rl", "convert", "c", "o"]
+    own = [sys.executable, "-m", "megatron_async_rl"]
+    assert command == [*own, "convert", "c", "o", "--dtype", "float32"]
     assert given["timeout"] == 9.5
     assert (given["stdin"], given["capture_output"]) == (subprocess.DEVNULL, True)
     lines = "\n".join(str(line) for line in range(9))
@@ -100,8 +101,16 @@ def test_an_evaluation_converts_samples_writes_and_then_shows(
     monkeypatch.setattr(
         evaluate,
         "_sample",
-        lambda job, specs, console: done.append(*specs) or SimpleNamespace(as_json=numbers.copy),
+        lambda job, specs, console, on_answers: (
+            done.append(*specs) or on_answers("answers") or SimpleNamespace(as_json=numbers.copy)
+        ),
     )
+
+    def write(*given: Any) -> None:
+        done.append(given)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(evaluate, "write_responses", write)
     monkeypatch.setattr(
         evaluate,
         "show_evaluation",
@@ -114,19 +123,29 @@ def test_an_evaluation_converts_samples_writes_and_then_shows(
                 checkpoint=checkpoint, named=Path("named"), result=tmp_path / "out.json"
             )
             job: Any = SimpleNamespace(
-                target=target, model=Path("model"), timeout_s=5.0, seed=3, sets=sets[:count]
+                target=target,
+                model=Path("model"),
+                dtype="float32",
+                timeout_s=5.0,
+                seed=3,
+                sets=sets[:count],
+                held_out=[SimpleNamespace(name=name, prompts=[0, 1]) for name in "ab"[:count]],
+                responses=None if count == 1 else tmp_path / "responses.jsonl",
             )
             if count == 2:
                 numbers["others"] = [{"mean": 0.25}]
             console = RecordedConsole()
             done.clear()
-            evaluate.run(job, console)
+            # The result is on disk before the larger file, whose disk may be full.
+            with nullcontext() if count == 1 else pytest.raises(OSError, match="No space"):
+                evaluate.run(job, console)
             named = "named" if checkpoint is None else "c"
             content = {"checkpoint": named, "seed": 3, "data": "a", **settings, "mean": 0.5}
             if count == 2:
                 content["others"] = [{"data": "b", **settings, "mean": 0.25}]
-                ((given, out, limit), model, shown) = done
-                assert (given, limit, out, out.name) == (Path("c"), 5.0, model, "hf")
+                ((given, out, *more), model, shown, written) = done
+                assert (given, more, out, out.name) == (Path("c"), [5.0, "float32"], model, "hf")
+                assert written == (job.responses, ["a", "a", "b", "b"], "answers")
                 assert not out.parent.exists(), "the converted model is temporary"
                 assert console.text == "converting c\n"
             else:

@@ -20,9 +20,10 @@ from rich.console import Console
 
 from megatron_async_rl import evaluate as evaluate_module
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.evaluate import EvalJob, EvaluationFailed, resolve, write_responses
+from megatron_async_rl.evaluate import EvalJob, EvaluationFailed, resolve
 from megatron_async_rl.report import progress as progress_module
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
+from megatron_async_rl.report.responses_file import write_responses
 from megatron_async_rl.rollout import cluster
 from megatron_async_rl.samples import Prompt
 from tests.mar_command import mar
@@ -109,6 +110,24 @@ def test_a_named_model_directory_replaces_the_model_of_the_config(
     assert job.target.result == tmp_path / "here.json"
 
 
+def test_a_model_may_be_named_and_filled_as_other_trainers_do(run: Path, tmp_path: Path) -> None:
+    for name in ("step_500_hf", "checkpoint-500"):
+        other = write_model(tmp_path / name)
+        (other / "latest").write_text("global_step500")
+        job = resolved(other, config=run / "config.yaml")
+        assert (job.model, job.target.checkpoint) == (other, None)
+    # No folder that may hold more than checkpoints is to be removed.
+    (tmp_path / "step_9").mkdir()
+    message = refusal(tmp_path / "step_9", config=run / "config.yaml")
+    assert f"no other checkpoint of {tmp_path} is whole; restore one from a copy" in message
+
+
+def test_engines_load_merged_adapters_in_the_precision_of_the_run(run: Path) -> None:
+    assert resolved(run / "checkpoint", "model.dtype=bfloat16").dtype == "bfloat16"
+    merged = "policy.lora={merge: float32}"
+    assert resolved(run / "checkpoint", "model.dtype=bfloat16", merged).dtype == "float32"
+
+
 def test_the_eval_section_has_defaults_and_the_command_may_name_the_data(run: Path) -> None:
     configure(run)
     job = resolved(run / "checkpoint", f"data.eval={run.parent / 'held_out.jsonl'}")
@@ -191,7 +210,6 @@ def test_an_unwritable_result_file_is_refused(run: Path) -> None:
 
 
 def test_every_response_is_written_with_the_columns_of_its_prompt(run: Path) -> None:
-    job = resolved(run / "checkpoint", responses=run / "responses.jsonl")
     prompt = Prompt(id="p", text="1+1=", token_ids=(1,), fields={"answer": "2", "response": "old"})
     answers = [
         (
@@ -201,16 +219,14 @@ def test_every_response_is_written_with_the_columns_of_its_prompt(run: Path) -> 
         (prompt, [row(make_sample(prompt, "c", [5], reward_error="no idea"))]),
         (prompt, []),
     ]
-    write_responses(job, answers)
+    write_responses(run / "responses.jsonl", ["", "", "b"], answers)
     lines = [json.loads(line) for line in (run / "responses.jsonl").read_text().splitlines()]
     assert [one["reward"] for one in lines] == [1.0, 0.0, None]
     assert [one.get("reward_error") for one in lines] == [None, None, "no idea"]
     of_prompt = {"answer": "2", "prompt_id": "p", "prompt": "1+1="}
     assert all(one.items() >= of_prompt.items() and one["response"] != "old" for one in lines)
+    assert not any("set" in one for one in lines)
     assert not list(run.glob("*.partial"))
-    before = sorted(run.iterdir())
-    write_responses(resolved(run / "checkpoint"), answers)
-    assert sorted(run.iterdir()) == before, "nothing is written without --responses"
 
 
 def test_an_unwritable_file_of_responses_is_refused(run: Path) -> None:
@@ -309,8 +325,7 @@ def test_engines_and_rewards_start_and_end_with_the_evaluation(
     ) -> Any:
         same = held_out is job.held_out
         calls.append((requests, same, version, timeout_s, given["on_reward_error"]))
-        assert given["on_answers"].func is evaluate_module.write_responses
-        assert given["on_answers"].args == (job,)
+        given["on_answers"]("the answers")
         assert isinstance(given["rewards"], StandInRewards)
         if isinstance(result[0], Exception):
             raise result[0]
@@ -330,18 +345,20 @@ def test_engines_and_rewards_start_and_end_with_the_evaluation(
         *("closed rewards", "closed engines", "shut down"),
     ]
     engines = evaluate_module._engines(job, Path("model"))
+    answers: list[Any] = []
     for outcome in ("the result", RuntimeError("no engine"), KeyError("x")):
         result[0] = outcome
         calls.clear()
         console = RecordedConsole()
         if isinstance(outcome, str):
-            assert evaluate_module._sample(job, engines, console) == outcome
+            assert evaluate_module._sample(job, engines, console, answers.append) == outcome
         else:
             kind = EvaluationFailed if isinstance(outcome, RuntimeError) else KeyError
             with pytest.raises(kind):
-                evaluate_module._sample(job, engines, console)
+                evaluate_module._sample(job, engines, console, answers.append)
         assert calls == expected
         assert console.text == "starting 2 engines on the CPU\n"
+    assert answers == ["the answers"] * 3
     fleet = StandInFleet.made[-1]
     assert fleet.closed == [15.0]
     settings = fleet.settings

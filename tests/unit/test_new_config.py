@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from megatron_async_rl.cli import app
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.rollout import AGENTS
-from megatron_async_rl.plan import held_out, interview
+from megatron_async_rl.plan import held_out, interview, new_config
 from megatron_async_rl.plan.new_config import STYLES
 from megatron_async_rl.plan.reward_choice import (
     ENVIRONMENTS,
@@ -741,6 +741,8 @@ def test_a_task_has_its_own_reward_and_held_out_questions(other_options, monkeyp
     assert code == 2
     assert f"{task} is not a file that can be split" in output
     assert f"fix: write {task} for its held-out questions" in output
+    names = [new_config._path(name, tmp_path / "sub") for name in (task, "hf://A/B")]
+    assert names == [task, "hf://A/B"], "whatever the folder of the file"
     code, output = run("init", "run.yaml", *given, "--as-chat")
     assert f"note: --eval {task} by default\nnote: --reward reasoning_gym by default\n" in output
     # The files of a task are named, and the prompts are too long for this model.

@@ -204,7 +204,7 @@ def nothing_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read_records(run)
         return Scorecard(subject=str(run), rows=())
 
-    def convert(checkpoint: Path, out: Path) -> None:
+    def convert(checkpoint: Path, out: Path, dtype: str | None) -> None:
         assert list(checkpoint.glob("**/about.json"))
         write_model(out)
 

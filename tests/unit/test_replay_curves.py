@@ -210,6 +210,19 @@ def test_a_growing_replay_changes_the_state_of_the_run(tmp_path: Path) -> None:
     assert len(seen) == 4
 
 
+def test_a_damaged_replay_is_omitted_until_it_is_whole(tmp_path: Path) -> None:
+    run_dir = sampled_run(tmp_path / "demo", 8)
+    folder = replayed(run_dir, "1")
+    reader = RunReader(run_dir, alone=False)
+    file = folder / "part_2" / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + lines[1].replace(b"0.5", b"0.6"))
+    for _ in range(3):
+        assert not reader.read().replays
+    file.write_bytes(b"".join(lines))
+    assert len(reader.read().replays[0].rows) == 4
+
+
 def test_a_directory_that_another_replay_takes_has_the_curves_of_that_replay(
     tmp_path: Path,
 ) -> None:

@@ -25,6 +25,7 @@ from megatron_async_rl.flow import sample_log
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.controller_spec import DataState
 from megatron_async_rl.flow.sample_log import SampleLog, SampleLogWriter, open_sample_log
+from megatron_async_rl.report import sample_browser
 from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.report.samples import SampleQuery, choose, newest_trained, samples_section
 from megatron_async_rl.samples.columns import NUMERIC, batch_of
@@ -263,6 +264,24 @@ def test_a_resume_replaces_only_files_that_it_changes(tmp_path: Path) -> None:
     assert files()[0] == before[0]
     assert files()[1] != before[1]
     assert states(tmp_path) == {key(early): ("trained", (1,), None), key(late): ("lost", (), None)}
+
+
+def test_a_page_shows_lost_samples_as_lost_although_old_segments_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = begun(tmp_path)
+    admitted(log, 2, 5)
+    for group in (1, 3, 5):
+        log.finished(row(sample(group), group))
+    log.close()
+    outcomes = sample_browser.Outcomes
+    monkeypatch.setattr(
+        sample_browser, "Outcomes", lambda **given: outcomes(**given | {"whole": False})
+    )
+    browser = SampleBrowser(tmp_path)
+    shown = {one.id: one.state for one in browser._entries(browser._samples())}
+    # The row of group 1 may be in a removed segment; that of group 3 would be newer than 2's.
+    assert shown == {"1-0": "waiting", "3-0": "lost", "5-0": "waiting"}
 
 
 def test_a_resume_without_a_checkpoint_forgets_every_outcome(tmp_path: Path) -> None:

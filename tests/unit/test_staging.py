@@ -171,6 +171,16 @@ def test_a_rank_that_fails_takes_its_further_parts_and_informs_the_others(tmp_pa
         staging.stage(1, specs(buckets(2)), wrong())
     assert taken == ["w0", "v0", "w1", "v1"]
     assert asked[0][-1] == [1, 1, 1]
+
+    def fails_again() -> Iterator[ShardSlice]:
+        yield ShardSlice("w0", 7, 0, next(parts(buckets(2))).tensor)
+        raise MemoryError
+
+    # The others wait in the reduction, whatever else fails here; the first error is raised.
+    with pytest.raises(ValueError, match="are not within w0"):
+        staging.stage(1, specs(buckets(2)), fails_again())
+    assert len(asked) == 2
+    assert asked[1][-1] == [1, 1, 1]
     staging.close()
 
 
