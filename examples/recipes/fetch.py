@@ -2,8 +2,8 @@
 
     python examples/recipes/fetch.py RECIPE.yaml
 
-The model named by the last part of `model.path` comes from Qwen's pages of the Hugging Face hub,
-the data named by the folder of `data.train` from those of DATA. Prompts are chat messages, so that
+The model is `Qwen/NAME` on the Hugging Face hub, where NAME is the last part of `model.path`. DATA
+names the data set, under the name of `data.train`'s folder. Prompts are chat messages, so that
 the model's own template is used. Files that exist stay. HF_HOME, HF_TOKEN, HF_ENDPOINT and
 HF_HUB_OFFLINE are the hub library's.
 """

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train a model with a recipe: examples/recipes/run.sh NAME [dotted.key=value ...]
 # Downloads model and data into models/ and data/ of the checkout, shows the plan, trains, evaluates the last checkpoint,
-# and writes the model as a Hugging Face directory next to the run. The same command resumes after an interruption.
-# On several machines run the same command on each, with NNODES, TRAINER_NODES, NODE_RANK and MASTER_ADDR as in
-# launchers/torchrun_multinode.sh, in a shared checkout. Machine 0 downloads, evaluates and converts; the others wait
+# and writes the model as a Hugging Face directory, RUN/hf. The same command resumes after an interruption.
+# On several machines run the same command on each, with NNODES, TRAINER_NODES, NODE_RANK, MASTER_ADDR and RAY_AUTH_TOKEN
+# as in launchers/torchrun_multinode.sh, in a shared checkout. Machine 0 downloads, evaluates and converts; the others wait
 # for the model, at most FETCH_S seconds (7200).
 set -euo pipefail
 here="$(dirname "$(realpath "${BASH_SOURCE[0]}")")"

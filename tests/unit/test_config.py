@@ -236,6 +236,7 @@ def test_a_config_cannot_be_changed_after_loading(file):
             "objective.loss.clip_low",
             "belongs to ppo_clip",
         ),
+        ("controls.²=gac", "controls.²", "set the whole list"),
         ("flow.zzzzqq=1", "flow.zzzzqq", "async_ratio, dynamic_sampling, group_size"),
     ],
 )

@@ -116,7 +116,7 @@ def test_a_model_may_be_named_and_filled_as_other_trainers_do(run: Path, tmp_pat
         (other / "latest").write_text("global_step500")
         job = resolved(other, config=run / "config.yaml")
         assert (job.model, job.target.checkpoint) == (other, None)
-    # No folder that may hold more than checkpoints is to be removed.
+    # The fix never removes a folder that may hold more than checkpoints.
     (tmp_path / "step_9").mkdir()
     message = refusal(tmp_path / "step_9", config=run / "config.yaml")
     assert f"no other checkpoint of {tmp_path} is whole; restore one from a copy" in message
