@@ -223,6 +223,11 @@ def test_a_config_cannot_be_changed_after_loading(file):
         load(file).run.steps = 3
 
 
+def test_a_digit_that_is_not_a_number_is_no_entry_of_a_list(file):
+    with pytest.raises(ConfigError, match=r"'²' is not an entry of a list of 1"):
+        load(file, ["controls=[gac]", "controls.²=gac"])
+
+
 @pytest.mark.parametrize(
     ("override", "key", "fix"),
     [
@@ -236,7 +241,6 @@ def test_a_config_cannot_be_changed_after_loading(file):
             "objective.loss.clip_low",
             "belongs to ppo_clip",
         ),
-        ("controls.²=gac", "controls.²", "set the whole list"),
         ("flow.zzzzqq=1", "flow.zzzzqq", "async_ratio, dynamic_sampling, group_size"),
     ],
 )
