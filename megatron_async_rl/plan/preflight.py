@@ -336,38 +336,34 @@ def _more_entries(tokenizer: Tokenizer | None, shape: ModelShape | None) -> list
 
 
 def _stops(config: Config, shape: ModelShape, tokenizer: Tokenizer) -> list[Problem]:
-    """Return problems of stop tokens and stop strings that could never end a response: tokens
-    outside the model's vocabulary, and text that is never decoded."""
+    """Return problems of stop tokens and stop strings that could never end a response."""
     if config.rollout is None:
         return []
+
+    def fault(key: str, stop: int | str) -> tuple[str, str] | None:
+        """Return what is wrong with a token or a string, and its fix."""
+        if isinstance(stop, int):
+            what = f"{stop} is not a token of the model, which has {shape.vocabulary}"
+            fix = f"use ids below {shape.vocabulary}, or text in {key}.stop"
+            return (what, fix) if stop >= shape.vocabulary else None
+        if (token := unwritten_token(tokenizer, stop)) is None:
+            return None
+        what = f"{stop!r} contains the special token {token}, which decoded text omits"
+        return what, f"set {key}.stop_token_ids: [{token}]"
+
     own = config.rollout.sampling
     by_key = {"rollout.sampling": own} | {
         f"{one.key}.sampling": one.sampling for one in config.eval_sets
     }
-    problems = []
-    for key, sampling in by_key.items():
-        inherits = sampling is not own
-        if not (inherits and sampling.stop_token_ids == own.stop_token_ids):
-            problems += [
-                Problem(
-                    key=f"{key}.stop_token_ids",
-                    what=f"{token} is not a token of the model, which has {shape.vocabulary}",
-                    fix=f"use ids below {shape.vocabulary}, or text in {key}.stop",
-                )
-                for token in sampling.stop_token_ids
-                if token >= shape.vocabulary
-            ]
-        if not (inherits and sampling.stop == own.stop):
-            problems += [
-                Problem(
-                    key=f"{key}.stop",
-                    what=f"{text!r} contains the special token {token}, which decoded text omits",
-                    fix=f"set {key}.stop_token_ids: [{token}]",
-                )
-                for text in sampling.stop
-                if (token := unwritten_token(tokenizer, text)) is not None
-            ]
-    return problems
+    return [
+        Problem(key=f"{key}.{name}", what=found[0], fix=found[1])
+        for key, sampling in by_key.items()
+        for name in ("stop_token_ids", "stop")
+        # Reported under `rollout.sampling`, from which a set has it.
+        if sampling is own or getattr(sampling, name) != getattr(own, name)
+        for stop in getattr(sampling, name)
+        if (found := fault(key, stop)) is not None
+    ]
 
 
 def _silent_servers(config: Config) -> list[str]:
