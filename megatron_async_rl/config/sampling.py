@@ -54,10 +54,10 @@ class SamplingConfig(Strict):
     """Largest number of response tokens; a response that would be longer ends with finish reason
     `length`."""
     stop: tuple[Text, ...] = ()
-    """Strings that end a response; the end-of-sequence tokens of the model always do. Other special
-    tokens, which decoded text omits, belong in stop_token_ids."""
+    """Strings that end a response; the end-of-sequence tokens of the model always do."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
-    """Further tokens that end a response."""
+    """Further tokens that end a response, such as special tokens, which no string in `stop` can
+    name."""
     top_p: PositiveShare = 1.0
     """Sample from the smallest set of likeliest tokens with at least this total probability; 1
     samples from all tokens."""

@@ -94,7 +94,7 @@ def test_convert_names_the_folder_that_it_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """tests/end_to_end converts a real checkpoint in `make test-all`."""
-    made = SimpleNamespace(convert=lambda checkpoint, out: out.mkdir())
+    made = SimpleNamespace(convert=lambda checkpoint, out, dtype: out.mkdir())
     monkeypatch.setitem(sys.modules, "megatron_async_rl.weights.convert", made)
     out = tmp_path / "out"
     done = CliRunner().invoke(cli.app, ["convert", str(tmp_path), str(out)], env={"COLUMNS": "400"})

@@ -151,8 +151,13 @@ def test_requests_pauses_and_loads_reach_the_engine_core(monkeypatch: pytest.Mon
 def test_only_vllms_processes_are_looked_up_in_the_kernels_reports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    listed = iter([{1, 2}, {1, 2, 3, 4}])
-    monkeypatch.setattr(client, "descendants", lambda: next(listed))
+    listed = iter([{1, 2}, {1, 2, 3, 4, 5}])
+
+    def descendants(of: set[int] | None = None) -> set[int]:
+        # Meanwhile a server of rewards, 2, starts process 5.
+        return next(listed) if of is None else {5} & {one + 3 for one in of}
+
+    monkeypatch.setattr(client, "descendants", descendants)
     monkeypatch.setattr(client, "_vllm_processes", frozenset())
     started = SimpleNamespace(from_engine_args=lambda arguments: ("llm", arguments))
     stub(monkeypatch, "vllm.v1.engine.async_llm", AsyncLLM=started)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.platforms import current_platform
 
 import megatron_async_rl
 from megatron_async_rl.rollout.vllm import PRIVATE_NAMES, client, cpu_worker, engine_core
@@ -62,6 +61,8 @@ def test_every_private_name_is_used_in_the_file_that_lists_it() -> None:
 
 @looped("name", lambda: sorted({*chain(*PRIVATE_NAMES.values()), *imported()}))
 def test_the_installed_vllm_has_every_name_that_the_package_uses(name: str) -> None:
+    from vllm.platforms import current_platform
+
     # vLLM's workers do the same. Without it, `torch.ops._C` is empty.
     current_platform.import_kernels()
     assert exists(name), f"vLLM has no {name}"
@@ -123,27 +124,6 @@ def test_a_missing_name_is_detected() -> None:
     assert not exists(f"{collector}.put_all")
     assert not exists(f"{collector}s.put")
     assert not exists("vllm.v1.engine.output_processors.RequestOutputCollector.put")
-
-
-def test_processes_of_rewards_that_start_meanwhile_are_not_vllms(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from megatron_async_rl.rollout.vllm import engine_arguments
-
-    children = iter([{1}, {1, 2, 3, 4}])
-
-    def descendants(of: set[int] | None = None) -> set[int]:
-        return next(children) if of is None else {2} & {one + 1 for one in of}
-
-    monkeypatch.setattr(client, "descendants", descendants)
-    monkeypatch.setattr(client, "_vllm_processes", frozenset())
-    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda _: "vLLM")
-    monkeypatch.setattr(engine_arguments, "engine_arguments", lambda _: None)
-    spec: Any = None
-    assert client.launch(spec) == "vLLM"
-    assert client._vllm_processes == {3, 4}
 
 
 class Core:
