@@ -175,7 +175,7 @@ class _PartsReader:
     def read(self) -> MetricRows:
         try:
             return self._read()
-        except BaseException:
+        except (UserError, OSError):
             # The readers have passed lines whose rows are lost. The next call reads all again.
             self._begin()
             raise
