@@ -237,7 +237,10 @@ def _cleared_on_failure(unfinished: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        full = unfinished.exists() and shutil.disk_usage(unfinished).free < FULL_BYTES
+        full = False
+        # Another rank that failed may remove the folder at any moment, which must not hide `error`.
+        with contextlib.suppress(OSError):
+            full = shutil.disk_usage(unfinished).free < FULL_BYTES
         shutil.rmtree(unfinished, ignore_errors=True)
         if full:
             raise OSError(

@@ -30,6 +30,22 @@ def test_a_partial_checkpoint_is_removed_and_the_error_stays(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_error_stays_if_another_rank_removes_the_partial_checkpoint_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    disk_usage = shutil.disk_usage
+
+    def removed_before(path: Path) -> object:
+        unfinished.rmdir()
+        return disk_usage(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", removed_before)
+    with pytest.raises(RuntimeError, match="the disk is gone"), _cleared_on_failure(unfinished):
+        raise RuntimeError("the disk is gone")
+
+
 def test_any_error_on_a_full_disk_is_reported_as_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
