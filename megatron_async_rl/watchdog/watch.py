@@ -243,6 +243,7 @@ class _HeartbeatThread(threading.Thread):
         atexit.register(self.leave)
         self._monitor = ProgressMonitor(folder.parent)
         self._launcher: int | None = None
+        self._timed = False
         self._shown = True
         # The first state is written before `start` returns, so an unusable folder is noticed.
         self._beat()
@@ -276,10 +277,16 @@ class _HeartbeatThread(threading.Thread):
         # The launcher ends a stalled run with a full snapshot, which a timer cannot take.
         if monitor.launcher_watches:
             faulthandler.cancel_dump_traceback_later()
-        elif monitor.still_s < 2 * BEAT_S or monitor.allowed_s > 0:
+            self._timed = False
+            return
+        moves = monitor.still_s < 2 * BEAT_S or monitor.allowed_s > 0
+        # Without a timer, the launcher died while the run did not move: that time counts.
+        if moves or not self._timed:
+            left_s = end_after_s if moves else max(BEAT_S, end_after_s - monitor.still_s)
             faulthandler.dump_traceback_later(
-                end_after_s + monitor.allowed_s, exit=True, file=self._stack
+                left_s + monitor.allowed_s, exit=True, file=self._stack
             )
+            self._timed = True
 
     def _stop_without_launcher(self) -> None:
         """Request a stop after the step, once, if the launcher of this machine was killed, so that

@@ -197,9 +197,29 @@ def test_the_end_is_put_off_while_the_run_moves(
         allowed_s=allowed_s,
     )
     timer.calls.clear()
+    heart._timed = True
     heart._put_off_the_end(monitor, 30.0)
     assert looked == [1]
     assert timer.calls == [one if one == "cancel" else (one, True, heart._stack) for one in calls]
+
+
+def test_a_hang_that_began_under_a_launcher_that_died_still_ends(
+    heart: watch._HeartbeatThread, timer: Timer
+) -> None:
+    monitor: Any = SimpleNamespace(look=lambda: None, launcher_watches=True, allowed_s=0.0)
+
+    def beat(still_s: float, *, launcher: bool) -> list[Any]:
+        monitor.still_s, monitor.launcher_watches = still_s, launcher
+        timer.calls.clear()
+        heart._put_off_the_end(monitor, 30.0)
+        return [one if one == "cancel" else one[0] for one in timer.calls]
+
+    assert beat(20.0, launcher=True) == ["cancel"]
+    assert beat(22.0, launcher=False) == [8.0], "the rest of the time"
+    assert beat(24.0, launcher=False) == [], "the timer runs"
+    assert beat(0.0, launcher=False) == [30.0]
+    assert beat(99.0, launcher=True) == ["cancel"]
+    assert beat(99.0, launcher=False) == [watch.BEAT_S], "long overdue"
 
 
 def test_a_killed_launcher_requests_a_stop_once(
