@@ -181,12 +181,13 @@ class _StartedRun:
         code = self.process.returncode
         about: dict[str, Any] = {"settings": dict(self.run.settings)}
         about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
-        # Write the record first: reading the status may fail, and every start must have a record.
-        write_file(self.run.directory / FILE, json.dumps(about) + "\n")
         try:
+            # Write the record first: reading the status may fail, and every start must have one.
+            write_file(self.run.directory / FILE, json.dumps(about) + "\n")
             outcome = outcome_of(self.run)
-        except UserError as error:
-            why = error.problems[0].what
+        except (UserError, OSError) as error:
+            # A directory that is full, removed or unreadable must not end the other runs.
+            why = error.problems[0].what if isinstance(error, UserError) else str(error)
             return StudyOutcome(state="failed", step=int(number(self.last, "step") or 0), why=why)
         # The exit code agrees with the status in the directory.
         if code in (0, INTERRUPTED) or outcome.state == "failed":
@@ -200,12 +201,10 @@ class _StartedRun:
     def _cause(self) -> str:
         """Return the error in the run's logs, else the last line of its output."""
         cause = find_cause(self.run.directory / "logs")
-        lines = (
-            (self.run.directory / LOG)
-            .read_text(errors="replace", encoding="utf-8")
-            .strip()
-            .splitlines()
-        )
+        lines: list[str] = []
+        with suppress(OSError):
+            output = (self.run.directory / LOG).read_text(errors="replace", encoding="utf-8")
+            lines = output.strip().splitlines()
         return cause.message.splitlines()[0] if cause else lines[-1] if lines else "no output"
 
 
@@ -213,7 +212,7 @@ def study(
     path: Path, only: Sequence[str], console: Console, *, jobs: int = 1, retry: bool = False
 ) -> int:
     """Run the remaining runs of the grid in `path`, `jobs` at a time, and return the exit code: 0
-    if every run finished, 1 if some failed, 130 if Ctrl-C stopped the study.
+    if every run finished, 1 if some failed or were stopped, 130 if Ctrl-C stopped the study.
 
     The first Ctrl-C stops each active run after its step, the second one stops it at once. `only`:
     names of sweeps or runs to use (see `runs_of`); all if empty. `retry`: start failed runs again.
@@ -244,8 +243,13 @@ def study(
             while remaining and len(active) < jobs and not interrupts:
                 run = remaining.pop(0)
                 steps = configs[run.name].run.steps
-                active.append(_StartedRun(run, grid.base, steps, jobs=jobs, lock=lock))
-                outcomes[run.name] = StudyOutcome(state="running", step=0)
+                try:
+                    active.append(_StartedRun(run, grid.base, steps, jobs=jobs, lock=lock))
+                    outcomes[run.name] = StudyOutcome(state="running", step=0)
+                except OSError as error:
+                    why = f"the run was not started: {error}"
+                    outcomes[run.name] = StudyOutcome(state="failed", step=0, why=why)
+                    print_plain(console, f"{run.name}: failed, {why}")
             # Forward one signal per round, because a process may receive two pending signals as
             # one.
             if len(interrupts) > forwarded:
@@ -272,7 +276,7 @@ def study(
     if interrupts:
         console.print("Stopped. Run the same command again to continue.")
         return INTERRUPTED
-    return 1 if any(one.state == "failed" for one in outcomes.values()) else 0
+    return 0 if all(one.state == "finished" for one in outcomes.values()) else 1
 
 
 def _end(active: Sequence[_StartedRun], interrupts: Sequence[int]) -> None:

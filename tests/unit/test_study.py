@@ -28,7 +28,7 @@ from tests.thorough import thorough
 from tests.written_run import write_run
 
 STAND_IN = """
-import os, signal, sys, time
+import os, shutil, signal, sys, time
 from pathlib import Path
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.metrics.log import MetricsLog
@@ -81,6 +81,12 @@ if seed == 9 and not (run_dir / "stopped_before").exists():
         time.sleep(0.01)
     write_status(run_dir, Status(phase="stopped", step=1, steps=config.run.steps, time=0.0))
     sys.exit(130)
+if seed == 12:
+    write_status(run_dir, Status(phase="stopped", step=1, steps=config.run.steps, time=0.0))
+    sys.exit(130)
+if seed == 13:
+    shutil.rmtree(run_dir)
+    sys.exit(1)
 failed = seed == 7
 phase = "failed" if failed else "finished"
 write_status(run_dir, Status(phase=phase, step=1 if failed else config.run.steps,
@@ -243,6 +249,24 @@ def test_a_failure_is_counted_and_kept_and_stops_no_other_run(
     assert started(grid) == ["s0-seed8"]
     assert run_study(grid, "fresh", retry=True)[0] == 1
     assert sorted(started(grid)) == ["s0-seed7", "s0-seed8"]
+
+
+def test_a_run_that_was_stopped_by_itself_leaves_the_study_unfinished(
+    tmp_path: Path, stand_in: Path
+) -> None:
+    code, screen = run_study(write_grid(tmp_path, seeds=(12, 1)), "fresh", jobs=1)
+    assert code == 1
+    assert "1 stopped, 1 finished" in screen
+
+
+def test_a_run_whose_directory_cannot_be_used_fails_alone(tmp_path: Path, stand_in: Path) -> None:
+    grid = write_grid(tmp_path, seeds=(13, 14, 1))
+    (tmp_path / "study" / "s0-seed14" / "study.log").mkdir(parents=True)
+    code, screen = run_study(grid, "fresh", jobs=1)
+    assert code == 1
+    assert "s0-seed14: failed, the run was not started" in screen
+    assert "2 failed, 1 finished" in screen
+    assert started(grid) == ["s0-seed13", "s0-seed1"]
 
 
 @thorough
