@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,8 +55,7 @@ def lock_run_dir(
     descriptor = os.open(run_dir / FILE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            # flock belongs to the open file, so children that inherit it hold the lock, too.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except BlockingIOError:
             what, fix = _holder(descriptor, command, key)
             raise RunDirectoryError.of(key, f"{run_dir} {what}", fix) from None
@@ -88,7 +88,7 @@ def refuse_taken(run_dir: Path) -> None:
     except OSError:  # no run has been there; `lock_run_dir` reports other errors
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
     except BlockingIOError:
         what, fix = _holder(descriptor, "mar train", "run.dir")
         raise RunDirectoryError.at(run_dir, what, fix) from None
@@ -117,6 +117,21 @@ def request_engines(run_dir: Path, count: int) -> None:
         raise RunDirectoryError.at(run_dir, "is not running: no run would read it", fix)
     with usable(run_dir):
         write_whole(run_dir / watch.ENGINES, str(count))
+
+
+def _lock(descriptor: int) -> None:
+    """Lock the open file. Raises BlockingIOError while a run holds it, and other OSErrors."""
+    # `is_taken` of another process holds the lock for a moment, and is no run.
+    for wait_s in (0.05, 0.1, 0.2, None):
+        try:
+            # flock belongs to the open file, so children that inherit it hold the lock, too.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if wait_s is None:
+                raise
+            time.sleep(wait_s)
+        else:
+            return
 
 
 def is_taken(run_dir: Path) -> bool:

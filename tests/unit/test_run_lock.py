@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_async_rl.launch import run_lock
 from megatron_async_rl.launch.run_lock import (
     RunDirectoryError,
     lock_run_dir,
@@ -152,3 +153,21 @@ def test_only_a_run_that_works_and_can_add_engines_accepts_a_new_number(
     assert (run_dir / "engines").read_text() == "2"
     with pytest.raises(RunDirectoryError, match="is not running"):
         request_engines(run_dir, 2)
+
+
+def test_a_reader_that_holds_the_lock_for_a_moment_refuses_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, waits = fcntl.flock, list[float]()
+    with open(tmp_path / "lock", "w+b") as reader:
+        flock(reader, fcntl.LOCK_SH)
+
+        def wait(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 2:
+                flock(reader, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(run_lock.time, "sleep", wait)
+        with lock_run_dir(tmp_path):
+            assert len(waits) == 2
+        refuse_taken(tmp_path)
