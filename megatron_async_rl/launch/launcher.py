@@ -84,8 +84,10 @@ POLL_S = 0.25
 KILL_GRACE_S = 10.0
 CLOSING_S = 30.0
 """Longest time for a failed rank to stop its engines and itself."""
+START_KEY = "rollout.start_timeout_s"
 START_S = 600.0
-"""Longest start of a run without engines; with engines, `rollout.start_timeout_s` is the limit."""
+"""Longest start of a run without engines, unless `watchdog.timeout_s` is longer; with engines,
+START_KEY is the limit."""
 
 
 def launch(
@@ -229,6 +231,8 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
                 run_id,
                 timeout_s=config.watchdog.timeout_s,
                 start_s=start_s,
+                # Without engines the section `rollout` is absent.
+                start_key="watchdog.timeout_s" if config.rollout is None else START_KEY,
                 ranks=config.policy.parallel.ranks,
                 node=nodes.rank,
                 nodes=nodes.count,

@@ -24,7 +24,7 @@ with better messages."""
 
 class Watchdog:
     """Watchdog of node `node` of `nodes`. `ranks`: number of the run's processes named `rank N`, on
-    all nodes."""
+    all nodes. `start_key`: key of the config that extends `start_s`."""
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class Watchdog:
         *,
         timeout_s: float,
         start_s: float,
+        start_key: str = "rollout.start_timeout_s",
         ranks: int,
         node: int = 0,
         nodes: int = 1,
@@ -42,6 +43,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         # A start may take longer than any wait of the run, but its limit is never shorter.
         self._start_s = max(timeout_s, start_s)
+        self._start_key = start_key if start_s >= timeout_s else "watchdog.timeout_s"
         self._ranks = ranks
         self._other_launchers = [f"{LAUNCHER}{other}" for other in range(nodes) if other != node]
         self._hosts: dict[str, str] = {}
@@ -78,7 +80,7 @@ class Watchdog:
         limit, key = (
             (self._timeout_s, "watchdog.timeout_s")
             if self._all_here
-            else (self._start_s, "rollout.start_timeout_s")
+            else (self._start_s, self._start_key)
         )
         if monitor.still_s < limit or monitor.allowed_s > 0:
             return None

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -37,6 +38,7 @@ from tests.cases import looped
 PROGRAM = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from megatron_async_rl.watchdog import watch
 watch.BEAT_S = 0.1
 watch.start(Path(sys.argv[1]), sys.argv[2])
@@ -182,6 +184,16 @@ def test_ranks_that_never_appear_count_under_the_limit_of_the_start(run: RunOfPr
     found = look_for(run.watchdog(0.5, ranks=2, start_s=1.5), 600)
     assert found is not None
     assert "rollout.start_timeout_s: 1.5" in found.headline
+
+
+def test_a_start_is_named_by_the_key_that_limits_it(tmp_path: Path) -> None:
+    def key(timeout_s: float, **settings: Any) -> str:
+        limits = {"timeout_s": timeout_s, "start_s": 60.0, "ranks": 1}
+        return Watchdog(tmp_path, "id", **limits, **settings)._start_key
+
+    assert key(30.0) == "rollout.start_timeout_s"
+    assert key(90.0) == "watchdog.timeout_s", "the longer limit counts"
+    assert key(30.0, start_key="watchdog.timeout_s") == "watchdog.timeout_s"
 
 
 def test_a_process_that_is_stuck_in_one_call_is_named_with_its_place(run: RunOfProcesses) -> None:
