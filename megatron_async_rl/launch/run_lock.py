@@ -121,7 +121,7 @@ def request_engines(run_dir: Path, count: int) -> None:
 
 def _lock(descriptor: int) -> None:
     """Lock the open file. Raises BlockingIOError while a run holds it, and other OSErrors."""
-    # `is_taken` of another process holds the lock for a moment, and is no run.
+    # `is_taken` of another process holds the lock for a moment.
     for wait_s in (0.05, 0.1, 0.2, None):
         try:
             # flock belongs to the open file, so children that inherit it hold the lock, too.

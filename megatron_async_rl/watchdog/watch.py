@@ -27,7 +27,6 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import threading
@@ -38,14 +37,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import psutil
-
 from megatron_async_rl.watchdog.host_memory import (
     MemoryKind,
     ended_by_ray,
     kernel_shortage,
     look_for_kernel_kills,
 )
+from megatron_async_rl.watchdog.lost_actors import death_reason, named_pids, was_here
 from megatron_async_rl.watchdog.processes import condition, ended_ray_servers, ended_servers
 from megatron_async_rl.watchdog.progress_monitor import FOLDER, ProgressMonitor, write_whole
 
@@ -366,27 +364,14 @@ def _ended(error: BaseException, waited: str = "") -> ProcessDied:
         return KilledForMemory(waited + ended_by_ray(str(error)), outside=True)
     reason = waited + death_reason(str(error))
     # This machine's kernel does not end processes of another machine.
-    kernel = kernel_shortage(_pids(str(error))) if _was_here(str(error)) else None
+    kernel = kernel_shortage(named_pids(str(error))) if was_here(str(error)) else None
     # A possible kill is mentioned, but does not change the kind of failure.
     if kernel is not None and kernel.certain:
         return KilledForMemory(f"{reason} {kernel.message}", outside=True)
     # The servers of another machine are not visible here.
-    servers = ended_servers() if _was_here(str(error)) else []
+    servers = ended_servers() if was_here(str(error)) else []
     reason = " ".join([reason, *([kernel.message] if kernel is not None else []), *servers])
     return ProcessDied(reason, outside=bool(getattr(error, "preempted", False)))
-
-
-def _pids(text: str) -> list[int]:
-    """Return the process that Ray's text names, if it names one."""
-    return [int(pid) for pid in re.findall(r"^\s*pid: (\d+)$", text, re.MULTILINE)]
-
-
-def _was_here(text: str) -> bool:
-    """Return False if Ray's text names another machine's address."""
-    named = re.search(r"^\s*ip: (\S+)$", text, re.MULTILINE)
-    addresses = (one.address for here in psutil.net_if_addrs().values() for one in here)
-    # Without an address, assume that the process was here, as on one machine.
-    return named is None or named[1] in addresses
 
 
 def name_this_process(name: str) -> None:
@@ -478,22 +463,6 @@ def remote_cause(error: BaseException) -> BaseException:
     while isinstance(cause := getattr(error, "cause", None), BaseException):
         error = cause
     return error
-
-
-def death_reason(text: str) -> str:
-    """Return the name of the process, and Ray's reason, from a text of a dozen lines. Of the three
-    causes that Ray guesses, two are impossible here."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    about = dict(
-        line.split(": ", 1) for line in lines if re.match(r"(?:class_name|name|pid): ", line)
-    )
-    who = about.get("name") or about.get("class_name", "an actor")
-    reason, guesses, _ = lines[-1].partition(" Some common causes include:")
-    seen = (
-        " Unless it was killed on purpose, `dmesg` shows whether the kernel did, for lack of"
-        " memory." * bool(guesses)
-    )
-    return f"{who} (pid {about.get('pid', 'unknown')}). {reason}{seen}"
 
 
 async def cancel_all(works: Iterable[asyncio.Future[Any]]) -> None:

@@ -23,7 +23,7 @@ import psutil
 import pytest
 import ray
 
-from megatron_async_rl.watchdog import preloaded, processes, watch
+from megatron_async_rl.watchdog import lost_actors, preloaded, processes, watch
 from megatron_async_rl.watchdog.events import (
     Event,
     EventReader,
@@ -338,15 +338,15 @@ def test_rays_reason_for_a_death_is_one_sentence() -> None:
     seen = " Unless it was killed on purpose, `dmesg` shows whether the kernel did, for lack of"
     seen += " memory."
     reason = "The actor is dead because its worker process has died."
-    assert watch.death_reason(RAY_TEXT) == f"engine 1 (pid 4711). {reason}{seen}"
+    assert lost_actors.death_reason(RAY_TEXT) == f"engine 1 (pid 4711). {reason}{seen}"
     text = "a\nclass_name: Engine\n\nIt was killed.\n"
-    assert watch.death_reason(text) == "Engine (pid unknown). It was killed."
-    assert watch.death_reason("gone") == "an actor (pid unknown). gone"
-    assert watch._pids(RAY_TEXT) == [4711]
-    assert watch._pids("pid: x\n  pid: 5 \npid: 6") == [6]
-    assert not watch._was_here(RAY_TEXT)
-    assert watch._was_here("no address")
-    assert watch._was_here(RAY_TEXT.replace("10.9.8.7", "127.0.0.1"))
+    assert lost_actors.death_reason(text) == "Engine (pid unknown). It was killed."
+    assert lost_actors.death_reason("gone") == "an actor (pid unknown). gone"
+    assert lost_actors.named_pids(RAY_TEXT) == [4711]
+    assert lost_actors.named_pids("pid: x\n  pid: 5 \npid: 6") == [6]
+    assert not lost_actors.was_here(RAY_TEXT)
+    assert lost_actors.was_here("no address")
+    assert lost_actors.was_here(RAY_TEXT.replace("10.9.8.7", "127.0.0.1"))
 
 
 class Died(ray.exceptions.ActorDiedError):
@@ -368,7 +368,7 @@ def test_errors_of_actors_are_those_of_their_processes(monkeypatch: pytest.Monke
     monkeypatch.setattr(watch, "kernel_shortage", lambda pids: shortage[0] if pids == [4711] else 1)
     monkeypatch.setattr(watch, "_process_name", "rank 3")
     task = ray.exceptions.RayTaskError("f", "traceback", ValueError("inner"))
-    reason = watch.death_reason(str(Died()))
+    reason = lost_actors.death_reason(str(Died()))
     waited = "rank 3 waited for it, and the process that should answer is dead: "
     certain = Shortage("The kernel killed it.", certain=True)
     possible = Shortage("The kernel may have killed it.", certain=False)
@@ -473,7 +473,7 @@ def test_the_loss_of_an_actor_names_the_server_that_ended_with_it(
     )
     Path("server").unlink()
     assert reason() != alone
-    monkeypatch.setattr(watch, "_was_here", lambda text: False)
+    monkeypatch.setattr(watch, "was_here", lambda text: False)
     assert reason() == alone, "an actor of another machine"
 
 
