@@ -35,7 +35,7 @@ from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.samples.columns import ROUTED, flat, list_array, rows_of_lists
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
-from megatron_async_rl.verify.canary_samples import measurement_file
+from megatron_async_rl.verify.canary_samples import measurement_file, write_measurements
 from megatron_async_rl.watchdog import watch
 
 SCALE = 0.8
@@ -70,7 +70,7 @@ def measure_canaries(config: Config, policy: Policy, rank: TrainerRank) -> None:
             found = _measure(config, policy, batch, taken, first=version == 0)
         if taken:
             found |= _sampled(taken[0]) | {"digest": np.array(rank.digest)}
-            np.savez(measurement_file(config.run.dir, version), **found)  # type: ignore[arg-type]
+            write_measurements(measurement_file(config.run.dir, version), found)
         rank.give_devices()
         # After the last version there is nothing to sample; its publication would not be compared.
         if version + 1 < NUMERICS_VERSIONS:

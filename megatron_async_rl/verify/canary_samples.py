@@ -3,13 +3,19 @@ them (canary_loop.py)."""
 
 from __future__ import annotations
 
+import io
+import zipfile
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.samples.columns import value_rows
 from megatron_async_rl.samples.frames import FOLDER, segments_in
 from megatron_async_rl.samples.segments import read_batches
@@ -18,6 +24,23 @@ from megatron_async_rl.samples.segments import read_batches
 def measurement_file(run_dir: Path, version: int) -> Path:
     """Return the file with the arrays of one version; see canary_loop.measure_canaries."""
     return run_dir / f"canaries_{version}.npz"
+
+
+def write_measurements(file: Path, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+    """Replace the file of a version. Raises OSError; the old file then stays unchanged."""
+    content = io.BytesIO()
+    np.savez(content, **arrays)  # type: ignore[arg-type]
+    write_file(file, content.getvalue())
+
+
+def _arrays(file: Path) -> dict[str, NDArray[Any]] | None:
+    """Return the arrays of a version; None if the file is missing or damaged."""
+    try:
+        with np.load(file) as stored:
+            return dict(stored.items())
+    # Each array has a checksum, so other damage does not pass for a measurement.
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,11 +112,10 @@ def read_canaries(
     file: Path, run_dir: Path, version: int, engines: tuple[int, ...]
 ) -> CanarySamples | None:
     """Return the samples of a version from the file of the ranks and the run's sample log, which
-    names the engine of each sample; None without the file."""
-    if not file.exists():
+    names the engine of each sample; None if the file is missing or damaged."""
+    arrays = _arrays(file)
+    if arrays is None:
         return None
-    with np.load(file) as stored:
-        arrays = dict(stored.items())
     first = None
     if "moved" in arrays:
         first = InitialMeasurements(

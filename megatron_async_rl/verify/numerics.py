@@ -118,10 +118,21 @@ def numerics_scorecard(subject: str, config: Config) -> Scorecard:
         checks.weights_row(list(read_loads(run_dir)), versions, mismatch, config.weights.transport),
         *_rows(config, versions),
     )
-    # The launcher has shown the whole error.
-    why = error.partition("\n")[0] or "it was stopped"
-    notes = () if len(versions) == NUMERICS_VERSIONS else (f"the check ended early: {why}",)
-    return Scorecard(subject=subject, rows=rows, notes=notes)
+    return Scorecard(subject=subject, rows=rows, notes=tuple(_notes(run_dir, versions, error)))
+
+
+def _notes(run_dir: Path, versions: Sequence[CanarySamples], error: str) -> Iterator[str]:
+    """Yield why versions are missing. error: of the run; empty for none."""
+    if len(versions) == NUMERICS_VERSIONS:
+        return
+    read = {one.version for one in versions}
+    files = [measurement_file(run_dir, one) for one in range(NUMERICS_VERSIONS) if one not in read]
+    damaged = [file.name for file in files if file.exists()]
+    for name in damaged:
+        yield f"{name} is damaged: its version counts as not measured"
+    if len(damaged) < len(files):
+        # The launcher has shown the whole error.
+        yield f"the check ended early: {error.partition('\n')[0] or 'it was stopped'}"
 
 
 def _rows(config: Config, versions: Sequence[CanarySamples]) -> Iterator[ScorecardRow]:

@@ -32,8 +32,14 @@ from megatron_async_rl.verify.canary_checks import (
     weights_row,
 )
 from megatron_async_rl.verify.canary_loop import measure_canaries
-from megatron_async_rl.verify.canary_samples import CanarySamples, InitialMeasurements
-from megatron_async_rl.verify.numerics import numerics_overrides
+from megatron_async_rl.verify.canary_samples import (
+    CanarySamples,
+    InitialMeasurements,
+    measurement_file,
+    read_canaries,
+    write_measurements,
+)
+from megatron_async_rl.verify.numerics import _notes, numerics_overrides
 from megatron_async_rl.verify.scorecard import RowVerdict, ScorecardRow
 from tests.stored_pages import require_page
 from tests.written_run import write_run
@@ -288,3 +294,18 @@ def test_canaries_end_without_a_measurement_if_the_run_stops(tmp_path: Path) -> 
         call.rank0.set_status("stopped"),
     ]
     assert not config.run.dir.exists()
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_a_damaged_file_of_measurements_counts_as_not_measured(tmp_path: Path, left: float) -> None:
+    file = measurement_file(tmp_path, 1)
+    write_measurements(file, {"id": np.array(["0-0"]), "trainer": np.zeros(100)})
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    content = file.read_bytes()
+    file.write_bytes(content[: int(left * len(content))])
+    assert read_canaries(file, tmp_path, 1, (0,)) is None
+    (note,) = _notes(tmp_path, [canaries()], "")
+    assert note == "canaries_1.npz is damaged: its version counts as not measured"
+    file.unlink()
+    assert read_canaries(file, tmp_path, 1, (0,)) is None
+    assert [*_notes(tmp_path, [canaries()], "")] == ["the check ended early: it was stopped"]
