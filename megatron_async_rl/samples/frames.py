@@ -401,6 +401,10 @@ def lost_end(run_dir: Path, mark: LogMark | None = None) -> str | None:
     # Headers only: a log may have gigabytes.
     for table in TABLES:
         path = present_file(folder, table, mark.segment)
+        # Only segments before the newest are deleted.
+        if path is None and mark.segment == numbers[-1] and mark.batches(table):
+            missing = path_of(folder, table, mark.segment)
+            return f"{missing} is missing, and had {mark.batches(table)} batches"
         if path is not None and (held := count_frames(path)) < mark.batches(table):
             return f"{path} ends after {held} batches and had {mark.batches(table)}"
     return None
@@ -429,9 +433,10 @@ def present_file(folder: Path, table: TableName, segment: int) -> Path | None:
     path = file_of(folder, table, segment)
     if path is not None:
         return path
-    # The samples of the oldest segment are deleted first, so its outcomes never miss alone.
+    # The samples of the oldest segment are deleted first, so its outcomes never miss alone. The
+    # newest segment is not deleted.
     numbers = numbers_in(folder)
-    if segment not in numbers or (table == "samples" and segment == numbers[0]):
+    if segment not in numbers or (table == "samples" and segment == numbers[0] != numbers[-1]):
         return None
     other = file_of(folder, "outcomes" if table == "samples" else "samples", segment)
     # Both files are made before one of them is written.

@@ -10,8 +10,8 @@ Invariants:
   batch. A reader raises SegmentBroken for any damage; only the newest segment, while it is `.open`,
   may have a torn tail, behind the batches that the log's mark counts (frames.py);
 - a segment has both files, with or without rows. A missing file is damage, with two exceptions: the
-  samples of the oldest segment (`_next_segment` deletes them first), and a file that the writer has
-  not made yet;
+  samples of the oldest of several segments (`_next_segment` deletes them first), and a file that
+  the writer has not made yet;
 - a sample is one row, written when it finished, and is identified by (id, finished_at): a run that
   resumes requests again under ids that it used before;
 - a resumed run writes a sample's row again if its checkpoint does not contain the reward of the

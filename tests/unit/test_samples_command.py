@@ -170,11 +170,17 @@ def test_samples_that_were_removed_from_the_log_are_counted(tmp_path: Path) -> N
     log.finished(row(new))
     log.trained([0], [[row(old), row(new)]], 1)
     log.close()
+    position = log.position
+    log = SampleLogWriter(tmp_path, SamplesConfig())
+    log.begin(position)
+    log.finished(row(sample(1, 0)))
+    log.close()
     for table in ("samples", "outcomes"):
         path_of(tmp_path / FOLDER, table, 0).unlink()  # type: ignore[arg-type]
     shown = mar(tmp_path, "--step", 1).stdout
     assert "sample 0-1" in shown
     assert "1 more are no longer in the log" in shown
+    # The samples of the oldest of several segments are deleted first.
     path_of(tmp_path / FOLDER, "samples", 1).unlink()
     assert "no longer has the samples of step 1" in mar(tmp_path, "--step", 1).output
 
