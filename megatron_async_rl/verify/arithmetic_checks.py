@@ -49,7 +49,6 @@ class TokenCounts(RunCheck):
 
     def __init__(self, records: RunRecords) -> None:
         self._records = records
-        self._replays = records.config.flow.selection.name == "replay"
         self._lines: dict[int, dict[str, float]] = {}
         self._sums: dict[int, list[float]] = {}
         """Samples, valid samples, trained tokens, rewards, and lengths of valid samples."""
@@ -90,7 +89,7 @@ class TokenCounts(RunCheck):
         wrong, compared = Places(), 0
         for step, sums in sorted(self._sums.items()):
             flow = self._records.config_of(step).flow
-            if self._replays or sums[0] != flow.prompts_per_step * flow.group_size:
+            if self._records.replays_at(step) or sums[0] != flow.prompts_per_step * flow.group_size:
                 continue
             compared += 1
             samples, valid, tokens, rewards, lengths = sums
@@ -108,7 +107,7 @@ class TokenCounts(RunCheck):
             why = "no step has all its samples in the log"
             if not self._records.config.has_engines:
                 why = "a supervised run logs no samples"
-            elif self._replays:
+            elif self._records.any_replays:
                 why = "flow.selection: replay draws samples again"
             return absent(COUNTS, why, COUNT_BOUND, COUNT_REMEDY)
         value = f"{compared} of {len(self._lines)} steps compared"
@@ -119,7 +118,8 @@ class TokenCounts(RunCheck):
     def _generated_row(self) -> ScorecardRow:
         config, generated = self._records.config, self._generated
         whole = len(self._sums) == len(self._lines)
-        if config.rollout is None or not config.has_engines or not whole or self._replays:
+        once = whole and not self._records.any_replays
+        if config.rollout is None or not config.has_engines or not once:
             why = "the log does not have the samples of all steps, each once"
             if not config.has_engines:
                 why = "a supervised run samples nothing"

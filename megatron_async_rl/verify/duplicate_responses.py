@@ -50,10 +50,7 @@ class DuplicateResponses(RunCheck):
         self._size = records.config.flow.group_size
         self._supervised = not records.config.has_engines
         # The store draws distinct responses with repetition, by their rewards.
-        self._replays = any(
-            one.flow.selection.name == "replay"
-            for one in (records.config, *(config for _, config in records.configs))
-        )
+        self._replays = records.any_replays
         self._groups: dict[int, list[SampleFacts]] = {}
         self._expected = {DUPLICATES: 0.0, SEEDS: 0.0}
         self._found = {DUPLICATES: Places(), SEEDS: Places()}

@@ -16,31 +16,62 @@ from typing import Any
 
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.starts import Start
+from megatron_async_rl.metrics.json_lines import file_stamp
+from megatron_async_rl.metrics.lag0_log import FILE as LAG0
+from megatron_async_rl.metrics.load_log import FILE as LOADS
 from megatron_async_rl.metrics.log import MetricRow
 from megatron_async_rl.verify.sample_block import EndedSample, SampleBlock
 from megatron_async_rl.verify.scorecard import MAX_DETAILS, ScorecardRow
+from megatron_async_rl.watchdog.events import Status
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
     """Records of a run besides metrics and samples.
 
-    configs: the settings of each start, with the first step that it made, oldest first. digests: of
-    the weights after each step. running: a process uses the run directory.
+    configs: the settings of each start, with the first step that it made, oldest first. newest: the
+    last line of metrics when the check began; later lines are not read. digests: of the weights
+    after each step. running: a process uses the run directory. status: None if status.json is
+    missing or cannot be read. notes: about records that cannot be read.
     """
 
     run_dir: Path
     config: Config
     configs: Sequence[tuple[int, Config]]
     starts: Sequence[Start]
+    newest: MetricRow = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     running: bool = False
+    status: Status | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def records_engines(self) -> bool:
+        """True if the run wrote loads.jsonl and lag0.jsonl: it has one of them, or its newest step
+        has a metric of the versions that write both."""
+        # Each start with engines creates lag0.jsonl, which is empty until a step had lag 0.
+        files = (file_stamp(self.run_dir / name) for name in (LOADS, LAG0))
+        written = any(stamp is not None and stamp[1] > 0 for stamp in files)
+        return written or "response/without_logprob" in self.newest
+
+    @property
+    def any_replays(self) -> bool:
+        """True if a start used a replay store, which trains on samples several times."""
+        return any(_replays(one) for one in (self.config, *(one for _, one in self.configs)))
+
+    def replays_at(self, step: int) -> bool:
+        """Return True if a step drew its samples from a replay store."""
+        return _replays(self.config_of(step))
 
     def config_of(self, step: int) -> Config:
         """Return the settings with which a step was made."""
         return next(
             (config for first, config in reversed(self.configs) if first <= step), self.config
         )
+
+
+def _replays(config: Config) -> bool:
+    return config.flow.selection.name == "replay"
 
 
 class RunCheck:
@@ -56,7 +87,8 @@ class RunCheck:
         """Accumulate an outcome of a sample."""
 
     def unread(self, outcome: Mapping[str, Any]) -> None:
-        """Accumulate a row of outcomes whose sample was not read: its segment was deleted."""
+        """Accumulate a row of outcomes whose sample was not read: its segment was deleted, or it
+        has ended before."""
 
     def result(self) -> Iterable[ScorecardRow]:
         """Return the rows, after everything was read."""

@@ -31,7 +31,6 @@ class TokenAges(RunCheck):
 
     def __init__(self, records: RunRecords) -> None:
         self._records = records
-        self._replays = records.config.flow.selection.name == "replay"
         self._wrong = Places()
         self._samples = self._mixed = self._oldest = self._trained = 0
 
@@ -73,17 +72,16 @@ class TokenAges(RunCheck):
                 " trained on it"
             )
         bound = max_lag(self._records.config_of(end.step).flow.async_ratio)
-        if age > bound and not self._replays:
+        if age > bound and not self._records.replays_at(end.step):
             self._wrong.add(
                 f"sample {facts.id} had lag {age} at step {end.step}; the bound is {bound}"
             )
 
     def result(self) -> Iterable[ScorecardRow]:
-        bound = (
-            f"versions never decrease; lag at most {max_lag(self._records.config.flow.async_ratio)}"
-        )
-        if self._replays:
-            bound = "versions never decrease"
+        records, bound = self._records, "versions never decrease"
+        if records.config.flow.selection.name != "replay":
+            bound += f"; lag at most {max_lag(records.config.flow.async_ratio)}"
+            bound += ", except from a replay store" * records.any_replays
         if not self._samples:
             yield absent(NAME, "no samples were read", bound, REMEDY)
             return
