@@ -7,13 +7,15 @@ yielded them: in an epoch of N rows, groups e N to (e + 1) N - 1 have N differen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_async_rl.config.problem import DataError, UserError, number_of
-from megatron_async_rl.data import read_training
-from megatron_async_rl.data.source import PromptSource, SupervisedSource, fitting
-from megatron_async_rl.data.tokenizer import tokenizer_of
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.data import PromptSet, read_set, read_training
+from megatron_async_rl.data.source import DataIdentity, PromptSource, SupervisedSource, fitting
+from megatron_async_rl.data.tokenizer import Tokenizer, tokenizer_of
+from megatron_async_rl.flow.starts import Start
 from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer
 from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import SampleBlock
@@ -25,6 +27,10 @@ USED_BOUND = "each row at most once per epoch"
 UNCHANGED_REMEDY = (
     "restore the data of the first start, or continue in a new run.dir: steps before and after the"
     " change trained on different tasks"
+)
+HELD_OUT_REMEDY = (
+    "restore the held-out file, or give the changed set another name or path: its results before"
+    " and after the change are not comparable"
 )
 USED_REMEDY = (
     "the source repeated prompts: check that a resume restored its position, and that ids of rows"
@@ -39,6 +45,7 @@ class DataUnchanged(RunCheck):
 
     def __init__(self, records: RunRecords) -> None:
         self._records = records
+        self._training, self._held_out = Places(), Places()
 
     def result(self) -> Iterable[ScorecardRow]:
         starts = [start for start in self._records.starts if start.data.get("training")]
@@ -46,59 +53,94 @@ class DataUnchanged(RunCheck):
             why = "starts.jsonl has no digests of data: an earlier version made the run"
             yield absent(UNCHANGED, why, UNCHANGED_BOUND, UNCHANGED_REMEDY)
             return
-        wrong = Places()
-        first = starts[0]
-        for start in starts[1:]:
-            for what in ("training", "held_out"):
-                if _digests(start.data.get(what)) != _digests(first.data.get(what)):
-                    wrong.add(f"the start at step {start.step} had other {what} prompts")
+        self._compare_starts(starts)
         count = sum(int(one["count"]) for one in starts[-1].data["training"])
         value, unread = f"{count:,} rows, {number_of('start', len(starts))}", ""
         try:
-            now = self._now()
+            if not self._compare_files(starts[-1]):
+                unread = "data of the Hub is not downloaded again"
         except (DataError, UserError, OSError) as error:
             unread = f"the files cannot be read now ({one_line(error)})"
-        else:
-            if now is None:
-                unread = "data of the Hub is not downloaded again"
-            elif now != _digests(starts[-1].data["training"]):
-                wrong.add("the training files differ from those of the last start")
         value += f"; {unread}" * bool(unread)
-        if wrong:
-            value = f"{number_of('difference', wrong.count)}; {value}"
+        training, held_out = self._training, self._held_out
+        different = training.count + held_out.count
+        if different:
+            value = f"{number_of('difference', different)}; {value}"
         elif unread:
             # Starts with equal digests do not show that the files are still the same.
             yield absent(UNCHANGED, value, UNCHANGED_BOUND, UNCHANGED_REMEDY)
             return
-        yield row(UNCHANGED, value, UNCHANGED_BOUND, not wrong, UNCHANGED_REMEDY, wrong.first)
+        remedies = [UNCHANGED_REMEDY] * (not held_out or bool(training))
+        remedy = "; ".join(remedies + [HELD_OUT_REMEDY] * bool(held_out))
+        details = [*training.first, *held_out.first]
+        yield row(UNCHANGED, value, UNCHANGED_BOUND, not different, remedy, details)
 
-    def _now(self) -> Any:
-        """Return the digests of the training prompts as they are on the disk now; None for data on
-        the Hub, which a check does not download."""
+    def _compare_starts(self, starts: Sequence[Start]) -> None:
+        first, known = starts[0], _sets(starts[0])
+        for start in starts[1:]:
+            if _digests(start.data["training"]) != _digests(first.data["training"]):
+                self._training.add(f"the start at step {start.step} had other training prompts")
+            for key, digests in _sets(start).items():
+                if known.setdefault(key, digests) != digests:
+                    self._held_out.add(
+                        f"the start at step {start.step} had other held-out prompts in {key[1]}"
+                    )
+
+    def _compare_files(self, last: Start) -> bool:
+        """Compare the files with the digests of the last start. Return False if files are on the
+        Hub, from which a check downloads nothing. Raises DataError, UserError, OSError."""
         config = self._records.config
         paths = [config.data.train, *(one.path for one in config.data.sources)]
-        if any(path is not None and HUB in str(path) for path in paths):
-            return None
-        if config.supervised:
-            tokenizer = tokenizer_of(config.model.path, config.data)
-            read = read_training(config.data, tokenizer, supervised=True)
-            given = fitting(read, tokenizer, config.data.max_tokens)
-            source = SupervisedSource(
-                given.prompts,
-                tokenizer,
-                prompts_per_step=config.flow.prompts_per_step,
-                seed=config.run.seed,
-                shuffle=config.data.shuffle,
-                max_context=None,
-                parts=given.parts,
-            )
-            return _digests([one.as_json() for one in source.identities])
-        tokenizer = prompt_tokenizer(config.model.path, config)
-        read = read_training(config.data, tokenizer)
-        prompts = PromptSource(
-            read.prompts, seed=config.run.seed, shuffle=config.data.shuffle, parts=read.parts
+        local = not any(path is not None and HUB in str(path) for path in paths)
+        tokenizer = (
+            tokenizer_of(config.model.path, config.data)
+            if config.supervised
+            else prompt_tokenizer(config.model.path, config)
         )
-        return _digests([one.as_json() for one in prompts.identities])
+        if local:
+            read = read_training(config.data, tokenizer, supervised=config.supervised)
+            now = [one.as_json() for one in _identities(config, read, tokenizer)]
+            if now != _digests(last.data["training"]):
+                self._training.add("the training files differ from those of the last start")
+        saved = _sets(last)
+        for one in config.held_out_files:
+            expected = saved.get((one.name, str(one.file.path)))
+            # The config may name another set than the last start, which a resume permits.
+            if expected is None:
+                continue
+            if HUB in str(one.file.path):
+                local = False
+                continue
+            read = read_set(config.data, one.file, tokenizer, supervised=config.supervised)
+            (identity,) = _identities(config, read, tokenizer)
+            if identity.as_json() != expected:
+                self._held_out.add(f"{one.file.path} differs from that of the last start")
+        return local
+
+
+def _identities(config: Config, read: PromptSet, tokenizer: Tokenizer) -> Sequence[DataIdentity]:
+    """Return the identity of each part of a set, as a start records it."""
+    if not config.supervised:
+        return PromptSource(
+            read.prompts, seed=config.run.seed, shuffle=config.data.shuffle, parts=read.parts
+        ).identities
+    given = fitting(read, tokenizer, config.data.max_tokens)
+    return SupervisedSource(
+        given.prompts,
+        tokenizer,
+        prompts_per_step=config.flow.prompts_per_step,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        max_context=None,
+        parts=given.parts,
+    ).identities
+
+
+def _sets(start: Start) -> dict[tuple[str, str], Any]:
+    """Return the digests of the held-out sets of a start by name and path. A set of another name or
+    path is another set, as for a resume (plan/resume.py)."""
+    sets: Mapping[str, Any] = start.data.get("held_out") or {}
+    return {(name, str(one.get("path"))): _digests(one) for name, one in sets.items()}
 
 
 def _digests(data: Any) -> Any:

@@ -576,10 +576,16 @@ def test_the_rows_of_the_data_name_each_fault(records: RunRecords) -> None:
     mixed = [own[0], own[0]]
     hub = changed(records, "data.train=hf:openai/gsm8k")
     gone = changed(records, f"data.train={records.run_dir}/gone.jsonl")
-    other_evaluation = replace(
-        records,
-        starts=[start, start.model_copy(update={"data": {**start.data, "held_out": {"a": [1]}}})],
-    )
+
+    def evaluating(*sets: dict[str, dict[str, Any]]) -> str:
+        """Return the row of starts with these held-out sets."""
+        starts = [
+            start.model_copy(update={"step": at, "data": {**start.data, "held_out": one}})
+            for at, one in enumerate(sets)
+        ]
+        return checked(DataUnchanged(replace(records, starts=starts)))
+
+    a, b = {"path": "a.jsonl", "rows": "1"}, {"path": "b.jsonl", "rows": "2"}
     cases = {
         "nothing": use(records),
         "no number of rows": use(replace(records, starts=[]), (0, "a")),
@@ -595,7 +601,8 @@ def test_the_rows_of_the_data_name_each_fault(records: RunRecords) -> None:
         "another path": checked(DataUnchanged(starting([{**own[0], "path": "moved"}]))),
         "other data at the first start": checked(DataUnchanged(starting(other, own))),
         "other data at the last start": checked(DataUnchanged(starting(own, other))),
-        "other held-out data": checked(DataUnchanged(other_evaluation)),
+        "another held-out set": evaluating({}, {"": a}, {"": b}, {"": b, "new": a}, {"": a}),
+        "a changed held-out set": evaluating({"": a}, {"": b}, {"": {**a, "rows": "3"}}),
         "on the hub": checked(DataUnchanged(hub)),
         "files that are gone": checked(DataUnchanged(gone)).replace(str(records.run_dir), "RUN"),
     }
