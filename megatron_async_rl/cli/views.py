@@ -372,9 +372,10 @@ def verify(
     if alone:
         typer.echo(card.text(), nl=False)
     else:
+        # First: the file may be impossible to write.
+        card.show(console())
         if as_json is not None:
             write_file(Path(as_json), card.text())
-        card.show(console())
     raise typer.Exit(code or card.exit_code)
 
 

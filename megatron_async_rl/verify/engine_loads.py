@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from megatron_async_rl.config.problem import UserError, number_of
+from megatron_async_rl.metrics.load_log import FILE as LOADS
 from megatron_async_rl.metrics.load_log import WeightLoad, read_loads
 from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
-from megatron_async_rl.verify.scorecard import ScorecardRow, absent, damaged, row
+from megatron_async_rl.verify.scorecard import ScorecardRow, absent, damaged, lost, row
 
 NAME = "weights in engines"
 BOUND = "every load has the trainer's digest"
@@ -71,6 +72,8 @@ class EngineLoads(RunCheck):
                 )
         if not count and self._damage:
             return damaged(NAME, self._damage, BOUND)
+        if not count and not unknown and self._records.records_engines:
+            return lost(NAME, LOADS, BOUND)
         if not count:
             why = "no loads.jsonl with digests: an earlier version made the run"
             return absent(NAME, why, BOUND, REMEDY)

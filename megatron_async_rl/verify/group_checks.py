@@ -1,8 +1,9 @@
 """Groups: their sizes, their rewards, and the groups that were dropped.
 
-Every trained group has flow.group_size samples, without exception. A reward that fails leaves its
-sample out of training, so more than MAX_ERRORS of the samples is a fault of the reward or the data;
-less than MIN_ERRORS of them show nothing.
+Every trained group has flow.group_size samples and is trained in one step, without exception; only
+a replay store draws single samples, and draws them again. A reward that fails leaves its sample out
+of training, so more than MAX_ERRORS of the samples is a fault of the reward or the data; less than
+MIN_ERRORS of them show nothing.
 A drop selects: dropped responses that are much longer or shorter than trained ones bias what the
 policy learns. The bound applies from MIN_DROPPED of the responses on; groups of equal rewards are
 left out, because they have no gradient.
@@ -24,10 +25,12 @@ MIN_ERRORS = 3
 MIN_DROPPED = 0.05
 LENGTH_RATIO = 1.5
 MIN_RESPONSES = 32
+KNOWN_GROUPS = 100_000
+"""Number of trained groups whose steps are known."""
 SIZE_REMEDY = (
-    "a group of another size lost samples, so its advantages have another baseline: read"
-    " events.jsonl. If rewards failed, read logs/*.reward_errors.jsonl, and fix the reward or the"
-    " named rows"
+    "a group of another size lost samples, so its advantages have another baseline; a group that"
+    " trained again counts twice: read events.jsonl. If rewards failed, read"
+    " logs/*.reward_errors.jsonl, and fix the reward or the named rows"
 )
 DROP_REMEDY = (
     "raise flow.async_ratio or the time limits, or set flow.late: wait. Dropping by length biases"
@@ -41,13 +44,14 @@ class GroupSizes(RunCheck):
     def __init__(self, records: RunRecords) -> None:
         self._records = records
         self._size = records.config.flow.group_size
-        self._replays = records.config.flow.selection.name == "replay"
         self._open: dict[tuple[int, int], int] = {}
         self._step = 0
         self._first: int | None = None
         """First step with samples in the log."""
-        self._wrong = Places()
-        self._groups = self._trained = self._errors = self._finished = 0
+        self._steps: dict[int, int] = {}
+        """Step in which each of the newest groups trained."""
+        self._wrong, self._again = Places(), Places()
+        self._groups = self._errors = self._finished = 0
         self._equal: list[float] = [0.0, 0.0]
         """Sum of the shares of groups with equal rewards, and number of steps."""
 
@@ -60,23 +64,29 @@ class GroupSizes(RunCheck):
     def ended(self, end: EndedSample) -> None:
         self._finished += 1
         self._errors += not end.facts.valid
-        if end.outcome != "trained" or self._replays:
-            return
-        self._add(end.step, end.facts.group)
-        self._trained += 1
+        if end.outcome == "trained":
+            self._add(end.step, end.facts.group)
 
     def unread(self, outcome: Mapping[str, Any]) -> None:
         # Older samples of a group may be in a segment that was deleted.
-        if outcome["outcome"] == "trained" and not self._replays:
+        if outcome["outcome"] == "trained":
             self._add(outcome["step"], outcome["group"])
 
     def _add(self, step: int, group: int) -> None:
+        if self._records.replays_at(step):
+            return
         if step != self._step:
             self._close()
             self._step = step
         if self._first is None:
             self._first = step
+        before = self._steps.get(group, step)
+        if before != step and (step, group) not in self._open:
+            self._again.add(f"group {group} trained at step {before}, and again at step {step}")
         self._open[step, group] = self._open.get((step, group), 0) + 1
+        self._steps[group] = step
+        if len(self._steps) > KNOWN_GROUPS:
+            del self._steps[next(iter(self._steps))]
 
     def _close(self) -> None:
         size = self._records.config_of(self._step).flow.group_size
@@ -90,7 +100,7 @@ class GroupSizes(RunCheck):
     def result(self) -> Iterable[ScorecardRow]:
         self._close()
         maximum = f"{MAX_ERRORS:.0%} (or {MIN_ERRORS - 1})"
-        bound = f"{self._size} samples each; at most {maximum} reward errors"
+        bound = f"{self._size} samples and one step each; at most {maximum} reward errors"
         if not self._finished:
             yield absent(SIZES, "no samples were read", bound, SIZE_REMEDY)
             return
@@ -100,11 +110,15 @@ class GroupSizes(RunCheck):
             value += f"; {self._equal[0] / self._equal[1]:.0%} with equal rewards"
         if self._wrong:
             value = f"{self._wrong.count} of another size; {value}"
+        if self._again:
+            value = f"{self._again.count} trained again; {value}"
         many = errors > MAX_ERRORS and self._errors >= MIN_ERRORS
-        details = list(self._wrong.first)
+        details = [*self._again.first, *self._wrong.first]
         if many:
             details.insert(0, f"{self._errors:,} of {self._finished:,} rewards failed")
-        yield row(SIZES, value, bound, not (self._wrong or many), SIZE_REMEDY, details)
+        yield row(
+            SIZES, value, bound, not (self._wrong or self._again or many), SIZE_REMEDY, details
+        )
 
 
 class DroppedGroups(RunCheck):

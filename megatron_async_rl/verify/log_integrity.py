@@ -1,4 +1,5 @@
-"""Integrity of the sample log: no damage, no gap, and an admission for every group that ended."""
+"""Integrity of the sample log: no damage, no gap, a row for every trained sample, and an admission
+for every group that ended."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from megatron_async_rl.config.problem import number_of
 from megatron_async_rl.samples.frames import (
     FOLDER,
     SegmentBroken,
+    file_of,
+    is_new,
     lost_end,
     numbers_in,
+    path_of,
     require_checksums,
 )
 from megatron_async_rl.samples.segments import gaps_in, read_batches
@@ -23,10 +27,10 @@ from megatron_async_rl.verify.sample_block import SampleBlock
 from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
 
 NAME = "sample log"
-BOUND = "0 damaged files, 0 missing outcomes, every ended group admitted"
+BOUND = "0 damaged files, 0 missing rows, every ended group admitted"
 REMEDY = (
     "restore the named file from a copy; without it, the steps that it holds cannot be checked or"
-    " replayed"
+    " replayed. A sample that trained before counts twice: read events.jsonl"
 )
 
 
@@ -41,7 +45,9 @@ class LogIntegrity:
         self._run_dir, self._supervised = records.run_dir, records.config.supervised
         self._keeps = records.config.samples.keep_mib > 0
         self._running = records.running
-        self._faults = Places()
+        self._faults, self._unread = Places(), Places()
+        self.forgets = False
+        """True if samples were forgotten before all outcomes were read."""
         self.notes: list[str] = []
         self.samples = 0
         self._count, self._highest = 0, -1
@@ -50,8 +56,7 @@ class LogIntegrity:
         self._waiting: set[int] = set()
         self._ended: set[int] = set()
         self.segments: Sequence[int] = ()
-        selection = records.config.flow.selection.name
-        self.replays = selection == "replay"
+        self.replays = records.any_replays
         with self.damage():
             require_checksums(self._run_dir / FOLDER)
             self.segments = numbers_in(self._run_dir / FOLDER)
@@ -67,7 +72,10 @@ class LogIntegrity:
         try:
             yield
         except SegmentBroken as error:
-            self._faults.add(f"{error.path.name} {error.what}")
+            text = f"{error.path.name} {error.what}"
+            # Several checks may read a damaged file.
+            if text not in self._faults.first:
+                self._faults.add(text)
 
     def misaligned(self, block: SampleBlock, rows: Sequence[int]) -> None:
         """Record samples whose columns have different lengths."""
@@ -83,6 +91,14 @@ class LogIntegrity:
         lowest = int(numbers.min())
         self._lowest = lowest if self._lowest is None else min(self._lowest, lowest)
         self._highest = max(self._highest, int(numbers.max()))
+
+    def unread(self, outcome: Mapping[str, Any]) -> None:
+        """Accumulate a row of outcomes whose sample was not read, or has ended before."""
+        if outcome["outcome"] == "trained":
+            self._unread.add(
+                f"sample {outcome['id']}, trained at step {outcome['step']}, trained before, or its"
+                " row is missing"
+            )
 
     def group(self, outcome: Mapping[str, Any]) -> None:
         """Accumulate the admission or the end of a group."""
@@ -108,7 +124,7 @@ class LogIntegrity:
                 yield absent(NAME, why, BOUND, "set samples.keep_mib in the next run")
                 return
             self._faults.add(f"{self._run_dir / FOLDER} has no segment")
-        self._check_end()
+        self._check_ends()
         whole = bool(self.segments) and self.segments[0] == 0
         first = 0 if whole else self._lowest
         if first is not None and self._count != self._highest - first + 1:
@@ -119,6 +135,9 @@ class LogIntegrity:
                 len(self._ended),
             )
         faults = self._faults
+        # Rows that are deleted, damaged, forgotten or just being written are not read, either.
+        if whole and not faults and not self.forgets and not self._running:
+            faults.add_all(self._unread.first, self._unread.count)
         value = (
             f"{number_of('fault', faults.count)}; {self.samples:,} samples and {self._count:,}"
             " outcomes read"
@@ -127,10 +146,19 @@ class LogIntegrity:
         )
         yield row(NAME, value, BOUND, not faults, REMEDY, faults.first)
 
-    def _check_end(self) -> None:
-        # The writer of a running run replaces the mark while this reads.
+    def _check_ends(self) -> None:
+        # The writer of a running run deletes the oldest segment and replaces the mark meanwhile.
         if self._running:
             return
+        folder = self._run_dir / FOLDER
+        for oldest in self.segments[:-1][:1]:
+            outcomes = file_of(folder, "outcomes", oldest)
+            if file_of(folder, "samples", oldest) is None and outcomes and not is_new(outcomes):
+                name = path_of(folder, "samples", oldest).name
+                self._faults.add(
+                    f"{name} is missing: it was lost, or the run was killed while it deleted that"
+                    " segment"
+                )
         with self.damage():
             if (lost := lost_end(self._run_dir)) is not None:
                 self._faults.add(lost)

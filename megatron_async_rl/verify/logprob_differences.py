@@ -23,10 +23,10 @@ from statistics import median
 
 from megatron_async_rl.config.problem import UserError, number_of
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.metrics.lag0_log import Lag0Line, read_lag0
+from megatron_async_rl.metrics.lag0_log import FILE, Lag0Line, read_lag0
 from megatron_async_rl.verify.run_check import RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import EndedSample
-from megatron_async_rl.verify.scorecard import ScorecardRow, absent, damaged, row
+from megatron_async_rl.verify.scorecard import ScorecardRow, absent, damaged, lost, row
 
 EPSILONS = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 FP8_EPSILON = 2.0**-5
@@ -153,6 +153,8 @@ class LogprobDifferences(RunCheck):
         if self._tokens < MIN_TOKENS:
             if self._damage:
                 yield damaged(EVIDENCE, self._damage, EVIDENCE_BOUND)
+            elif self._is_lost():
+                yield lost(EVIDENCE, FILE, EVIDENCE_BOUND)
             else:
                 yield absent(EVIDENCE, why, EVIDENCE_BOUND, EVIDENCE_REMEDY)
             for kind, name in NAMES.items():
@@ -174,11 +176,16 @@ class LogprobDifferences(RunCheck):
         yield self._cells_row("version", versions, lambda one: f"version {one}")
         yield self._trend_row(list(versions.values()))
 
+    def _is_lost(self) -> bool:
+        records = self._records
+        present = (records.run_dir / FILE).exists()
+        return records.config.has_engines and not present and records.records_engines
+
     def _absence(self) -> str:
         if not self._config.has_engines:
             return "a supervised run has no engines"
-        if not (self._records.run_dir / "lag0.jsonl").exists():
-            return "no lag0.jsonl: an earlier version made the run"
+        if not (self._records.run_dir / FILE).exists():
+            return f"no {FILE}: an earlier version made the run"
         return f"{self._tokens} tokens were trained at lag 0"
 
     def _mean_row(self) -> ScorecardRow:

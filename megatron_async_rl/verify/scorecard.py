@@ -2,7 +2,7 @@
 
 Invariants:
 - a row without data is ABSENT with the reason; it never passes with a value of 0;
-- a row whose own record cannot be read is FAILED, because the rest of the record is unknown;
+- a row whose own record is lost or cannot be read is FAILED, because its content is unknown;
 - the verdict is text in the table, so that it does not depend on colours;
 - one failed row makes the exit code 1; absent rows do not.
 """
@@ -81,6 +81,12 @@ def damaged(name: str, error: UserError, bound: str, read: str = "") -> Scorecar
     problem = error.problems[0]
     why = f"{problem.key} {problem.what}"
     return row(name, f"{read}; {why}" if read else why, bound, False, problem.fix)
+
+
+def lost(name: str, file: str, bound: str) -> ScorecardRow:
+    """Return the row of a check whose record `file` is missing, although the run wrote it."""
+    why = f"{file} is missing or empty, and other records show that the run wrote it"
+    return row(name, why, bound, False, "restore the file from a copy")
 
 
 def one_line(error: Exception) -> str:

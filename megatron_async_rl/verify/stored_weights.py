@@ -3,20 +3,25 @@
 Blocks of a checkpoint are digested when they are written, so a check compares the bytes on the disk
 with the bytes that the trainer had. The chain has one digest for each step in metrics.jsonl; a
 start records the digest of the weights with which it began, and a checkpoint the digest of its line
-of metrics. Both are equalities without tolerance.
+of metrics. Both are equalities without tolerance. The chain begins with the first start, and ends
+with the step of status.json. A run that does not finish may end between a step's status and its
+line.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from megatron_async_rl.config.problem import UserError, number_of
+from megatron_async_rl.flow.starts import start_of_step
 from megatron_async_rl.metrics.log import MetricRow, digest_of_step
 from megatron_async_rl.policy.checkpoint_folder import (
     RECORD_FILE,
     CheckpointBroken,
     about,
+    named_latest,
     read_checked,
     require_whole,
     step_of,
@@ -24,6 +29,7 @@ from megatron_async_rl.policy.checkpoint_folder import (
 )
 from megatron_async_rl.policy.digested_folder import DIGESTS, faults, files_of, read_description
 from megatron_async_rl.verify.run_check import Places, RunCheck, RunRecords
+from megatron_async_rl.verify.sample_block import EndedSample
 from megatron_async_rl.verify.scorecard import ScorecardRow, absent, row
 
 DISK, DISK_BOUND = "weights on disk", "every block of every kept checkpoint has its digest"
@@ -56,19 +62,45 @@ class StoredWeights(RunCheck):
                 if self._records.running and not path.exists():
                     continue
                 wrong.add(f"{path.name}: {error.problems[0].what}")
-        export = self._records.run_dir / "hf"
-        if (export / DIGESTS).is_file():
-            content, fault = read_description(export / DIGESTS)
-            found = [f"{DIGESTS}: {fault}"] if fault else []
-            found += faults(export, files_of(content) or {}, blocks=True)
-            wrong.add_all((f"hf: {one}" for one in found), len(found))
-        if not kept and not (export / DIGESTS).is_file():
+        self._check_newest(wrong)
+        exported = self._check_export(wrong)
+        if not kept and not exported and not wrong:
             yield absent(DISK, "no checkpoint was kept", DISK_BOUND, DISK_REMEDY)
             return
-        value = number_of("checkpoint", len(kept)) + (", exported model" if export.is_dir() else "")
+        value = number_of("checkpoint", len(kept)) + exported
         if wrong:
             value = f"{number_of('damaged file', wrong.count)} in {value}"
         yield row(DISK, value, DISK_BOUND, not wrong, DISK_REMEDY, wrong.first)
+
+    def _check_newest(self, wrong: Places) -> None:
+        """Check that the newest checkpoint exists."""
+        records = self._records
+        # A running run may replace it while this reads.
+        if records.running:
+            return
+        folder, status = records.run_dir / "checkpoint", records.status
+        source, name = "checkpoint/latest", named_latest(folder)
+        # `latest` is written first: a killed run may have removed the checkpoint of its status.
+        if name is None and status is not None:
+            source, name = "status.json", status.checkpoint
+        if name and not (folder / name).is_dir():
+            wrong.add(f"{source} names {name[:80]}, which is missing")
+
+    def _check_export(self, wrong: Places) -> str:
+        """Check the exported model. Return its part of the row's value, empty without a model."""
+        records, export = self._records, self._records.run_dir / "hf"
+        if not export.is_dir():
+            return ""
+        if not (export / DIGESTS).is_file():
+            # Runs of earlier versions, whose metrics have no digests either, export without them.
+            if records.digests and records.status and records.status.phase == "finished":
+                wrong.add(f"hf: {DIGESTS} is missing")
+            return ", exported model without digests (not checked)"
+        content, fault = read_description(export / DIGESTS)
+        found = [f"{DIGESTS}: {fault}"] if fault else []
+        found += faults(export, files_of(content) or {}, blocks=True)
+        wrong.add_all((f"hf: {one}" for one in found), len(found))
+        return ", exported model"
 
 
 class WeightChain(RunCheck):
@@ -80,6 +112,8 @@ class WeightChain(RunCheck):
         self._steps = 0
         self._last: int | None = None
         self._first = 0
+        self._trained = 0
+        """Newest step with trained samples in the log."""
 
     def measured(self, row: MetricRow) -> None:
         step = int(row["step"])  # type: ignore[arg-type]
@@ -100,12 +134,21 @@ class WeightChain(RunCheck):
         if row.get("policy/skipped") == 1 and before is not None and before != digests[step]:
             self._wrong.add(f"step {step} was skipped, but its weights changed")
 
+    def ended(self, end: EndedSample) -> None:
+        if end.outcome == "trained":
+            self._trained = max(self._trained, end.step)
+
+    def unread(self, outcome: Mapping[str, Any]) -> None:
+        if outcome["outcome"] == "trained":
+            self._trained = max(self._trained, outcome["step"])
+
     def result(self) -> Iterable[ScorecardRow]:
         records = self._records
         if not records.digests:
             why = "metrics.jsonl has no digests: an earlier version made the run"
             yield absent(CHAIN, why, CHAIN_BOUND, CHAIN_REMEDY)
             return
+        self._check_ends()
         resumes = self._check_starts()
         saved = self._check_checkpoints()
         value = ", ".join(
@@ -118,6 +161,34 @@ class WeightChain(RunCheck):
         if self._wrong:
             value = f"{number_of('break', self._wrong.count)} in {value}"
         yield row(CHAIN, value, CHAIN_BOUND, not self._wrong, CHAIN_REMEDY, self._wrong.first)
+
+    def _check_ends(self) -> None:
+        """Check that no line is missing before the first or after the last one."""
+        records, last = self._records, self._last or 0
+        oldest = min(records.digests)
+        if start_of_step([*records.starts], oldest) is None:
+            self._wrong.add(f"starts.jsonl lacks the start that made step {oldest}")
+        # A run may begin with the checkpoint of another one. An earlier version records no start.
+        begin = records.starts[0].step + 1 if records.starts else 1
+        if self._first > begin:
+            self._wrong.add(
+                f"metrics.jsonl begins with step {self._first}, and the run with {begin}"
+            )
+        if records.running:
+            return
+        status = records.status
+        made = status.step if status is not None else 0
+        # The status of an evaluation precedes the line of its step, and a killed run keeps it.
+        finished = status is not None and status.phase == "finished"
+        if made > last + (not finished):
+            self._wrong.add(
+                f"metrics.jsonl ends with step {last}, and status.json is of step {made}"
+            )
+        # If both files agree, a resume has cut the later steps, and the log not yet.
+        elif made != last and self._trained > last + 1:
+            self._wrong.add(
+                f"metrics.jsonl ends with step {last}, and the sample log with step {self._trained}"
+            )
 
     def _check_starts(self) -> int:
         """Compare each start with the step before it. Return the number of resumes."""

@@ -15,18 +15,25 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_async_rl.config.durable import write_file
+from megatron_async_rl.config.durable import reason, write_file
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.starts import config_of, read_starts
 from megatron_async_rl.launch.run_lock import is_taken
-from megatron_async_rl.metrics.log import MetricRow, MetricsReader, digests_of_steps
+from megatron_async_rl.metrics.log import (
+    MetricRow,
+    MetricsReader,
+    digests_of_steps,
+    number,
+    read_newest,
+)
 from megatron_async_rl.samples.frames import FOLDER, file_of
 from megatron_async_rl.samples.segments import read_batches
 from megatron_async_rl.verify.arithmetic_checks import LearningRates, TokenCounts
@@ -42,10 +49,11 @@ from megatron_async_rl.verify.reward_hacks import RewardHacks, RewardJumps
 from megatron_async_rl.verify.run_check import RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import EndedSample, SampleBlock, SampleFacts
 from megatron_async_rl.verify.sampling_entropy import SamplingEntropy
-from megatron_async_rl.verify.scorecard import Scorecard
+from megatron_async_rl.verify.scorecard import Scorecard, one_line
 from megatron_async_rl.verify.stored_weights import StoredWeights, WeightChain
 from megatron_async_rl.verify.token_ages import TokenAges
 from megatron_async_rl.verify.token_bookkeeping import Reencoding, TokenBookkeeping
+from megatron_async_rl.watchdog.events import Status, read_status
 
 FILE = "verify.json"
 """Scorecard in the run directory, which the report shows."""
@@ -61,19 +69,34 @@ def read_records(run_dir: Path) -> RunRecords:
     if not file.is_file():
         what = f"{run_dir} has no config.yaml: it is not a run"
         raise UserError.of("RUN", what, "name a run directory, the `run.dir` of its config")
+    # First: a run that ends meanwhile has newer records than those read here.
+    running = is_taken(run_dir)
     config = load(file)
     starts = read_starts(run_dir)
-    digests = digests_of_steps(run_dir)
-    if not (run_dir / "metrics.jsonl").is_file() or not next(_metric_rows(run_dir), None):
+    # Before the digests, so that each line up to this one has its digest among them.
+    newest = read_newest(run_dir, 1)
+    if not newest:
         raise UserError.of("RUN", f"{run_dir} has made no step", "wait for its first step")
+    status, notes = _status(run_dir)
     return RunRecords(
         run_dir=run_dir,
         config=config,
         configs=_configs(run_dir, config),
         starts=starts,
-        digests=digests,
-        running=is_taken(run_dir),
+        newest=newest[0],
+        digests=digests_of_steps(run_dir),
+        running=running,
+        status=status,
+        notes=notes,
     )
+
+
+def _status(run_dir: Path) -> tuple[Status | None, tuple[str, ...]]:
+    """Return the run's status, and a note if it cannot be read."""
+    try:
+        return read_status(run_dir), ()
+    except UserError as error:
+        return None, (f"status.json is not compared: {one_line(error)}",)
 
 
 def _configs(run_dir: Path, config: Config) -> list[tuple[int, Config]]:
@@ -117,11 +140,12 @@ def checks_of(records: RunRecords) -> list[RunCheck]:
 
 
 def verify_run(run_dir: Path, console: Console) -> Scorecard:
-    """Check a run, and write its scorecard to verify.json. Raises UserError for bad input."""
+    """Check a run, and write its scorecard to verify.json; a note reports if it cannot be written.
+    Raises UserError for bad input."""
     records = read_records(run_dir)
     log = LogIntegrity(records)
     checks = checks_of(records)
-    for row in _metric_rows(run_dir):
+    for row in _metric_rows(records):
         for check in checks:
             check.measured(row)
     _read_log(records, log, checks, console)
@@ -129,21 +153,29 @@ def verify_run(run_dir: Path, console: Console) -> Scorecard:
     with console.status("reading checkpoints and data"):
         rows = [row for check in every for row in check.result()]
     card = Scorecard(subject=str(run_dir), rows=tuple(rows), notes=tuple(_notes(records, log)))
-    write_file(run_dir / FILE, card.text())
+    try:
+        write_file(run_dir / FILE, card.text())
+    except OSError as error:
+        # The directory may belong to another user: the result is shown without the file.
+        unwritten = f"{FILE} was not written: {reason(error)}"
+        card = replace(card, notes=(*card.notes, unwritten))
     return card
 
 
 def _notes(records: RunRecords, log: LogIntegrity) -> Iterator[str]:
     if records.running:
         yield "the run is running: its newest records may be incomplete"
-    if not records.starts:
+    yield from records.notes
+    if not records.starts and not records.digests:
         yield "the run has no starts.jsonl: an earlier version made it, with fewer records"
     yield from log.notes
 
 
-def _metric_rows(run_dir: Path) -> Iterator[MetricRow]:
-    for block in MetricsReader(run_dir).blocks():
-        yield from block.rows
+def _metric_rows(records: RunRecords) -> Iterator[MetricRow]:
+    """Yield the lines of metrics up to the newest one of the records."""
+    last = number(records.newest, "step") or 0
+    for block in MetricsReader(records.run_dir).blocks():
+        yield from (row for row in block.rows if (number(row, "step") or 0) <= last)
 
 
 def _read_log(
@@ -170,6 +202,7 @@ def _read_log(
                         check.block(block)
                     pending |= {(one.id, one.finished_at): one for one in block.facts()}
                     while len(pending) > KNOWN_SAMPLES:
+                        log.forgets = True
                         del pending[next(iter(pending))]
             with log.damage():
                 for _, batch in read_batches(folder, "outcomes", segment):
@@ -180,6 +213,7 @@ def _read_log(
                             continue
                         facts = pending.get((row["id"], row["finished_at"]))
                         if facts is None:
+                            log.unread(row)
                             for check in checks:
                                 check.unread(row)
                             continue

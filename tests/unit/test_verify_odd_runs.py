@@ -23,19 +23,25 @@ from megatron_async_rl.data.tokenizer import tokenizer_of
 from megatron_async_rl.flow.starts import Start, read_starts, record_start
 from megatron_async_rl.metrics.load_log import LoadLog
 from megatron_async_rl.verify import verified_run
+from megatron_async_rl.verify.arithmetic_checks import TokenCounts
 from megatron_async_rl.verify.canary_checks import NORMAL_LIMIT, probability_score
 from megatron_async_rl.verify.data_checks import DataUnchanged
 from megatron_async_rl.verify.duplicate_responses import DuplicateResponses
 from megatron_async_rl.verify.engine_loads import REMEDY, EngineLoads
+from megatron_async_rl.verify.group_checks import GroupSizes
 from megatron_async_rl.verify.log_integrity import LogIntegrity
 from megatron_async_rl.verify.reward_hacks import RewardHacks
 from megatron_async_rl.verify.run_check import RunCheck, RunRecords
 from megatron_async_rl.verify.sample_block import EndedSample, SampleBlock, SampleFacts
 from megatron_async_rl.verify.sampling_entropy import SamplingEntropy
 from megatron_async_rl.verify.scorecard import RowVerdict, ScorecardRow
+from megatron_async_rl.verify.token_ages import TokenAges
 from megatron_async_rl.verify.verified_run import read_records, verify_run
 from tests.healthy_run import STEPS, Alterations, scheduled, write_healthy_run
 from tests.written_run import write_run
+
+BALANCE = ("objective={loss: trajectory_balance, advantage: none, reference: {}}",)
+"""Settings that a replay store needs."""
 
 
 @pytest.fixture(scope="module")
@@ -198,15 +204,37 @@ def test_a_policy_that_becomes_certain_passes(tmp_path: Path) -> None:
 
 
 def test_a_group_with_a_sample_in_a_deleted_segment_is_whole(
-    healthy: Path, monkeypatch: pytest.MonkeyPatch
+    copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for file in (copied / "samples").glob("*-000000.*"):
+        file.unlink()
     every = SampleBlock.facts
 
     def later(block: SampleBlock) -> list[SampleFacts]:
         return [one for one in every(block) if one.id != "16-1"]
 
     monkeypatch.setattr(SampleBlock, "facts", later)
-    assert verify_run(healthy, Console(quiet=True)).failed == ()
+    assert verify_run(copied, Console(quiet=True)).failed == ()
+
+
+def test_settings_of_a_former_start_bound_its_own_steps(records: RunRecords) -> None:
+    stored = changed(records, "flow.selection=replay", *BALANCE)
+    resumed = replace(records, configs=[(1, stored), (7, records.config)])
+    ages, counts, sizes = TokenAges(resumed), TokenCounts(resumed), GroupSizes(resumed)
+    ages._samples = 1
+    for check in (ages, counts, sizes):
+        check.measured({"step": 3, "tokens/trained": 3})
+        # A store draws old samples, single ones, and again.
+        for step in (3, 3, 4):
+            check.ended(trained(facts(start=0, last=2), step))
+    assert only(ages).verdict is RowVerdict.PASSED
+    assert only(sizes).verdict is RowVerdict.PASSED
+    assert {one.verdict for one in counts.result()} == {RowVerdict.ABSENT}
+    assert LogIntegrity(resumed).replays
+    for check in (ages, sizes):
+        for step in (8, 9):
+            check.ended(trained(facts(start=0, last=2), step))
+        assert only(check).verdict is RowVerdict.FAILED
 
 
 def test_the_data_of_a_supervised_run_is_compared_with_its_files(tmp_path: Path) -> None:

@@ -721,7 +721,9 @@ def test_the_row_of_the_chain_names_each_break(records: RunRecords) -> None:
             records,
             run_dir=records.run_dir / "samples",  # without checkpoints
             digests=dict(digests),
-            starts=[own.model_copy(update=one) for one in ({"weights": "d0"}, *starts)],
+            starts=[
+                own.model_copy(update=one) for one in (line.pop("at", {"weights": "d0"}), *starts)
+            ],
             config=line.pop("config", records.config),
         )
         lines = [
@@ -731,12 +733,17 @@ def test_the_row_of_the_chain_names_each_break(records: RunRecords) -> None:
         return checked(WeightChain(run), lines=lines)
 
     four = {step: f"d{step}" for step in range(1, 5)}
+    later = {step: digest for step, digest in four.items() if step > 2}
     again = {"step": 2, "weights": "d2"}
     adapters = changed(records, "policy.lora={rank: 2}").config
     cases = {
         "no digests": chain(range(1, 5), {}),
         "sound": chain(range(1, 5), four),
-        "a later log": chain(range(3, 5), four),
+        "a lost beginning": chain(range(3, 5), four),
+        "a run that begins with a checkpoint": chain(
+            range(3, 5), later, at={"step": 2, "weights": "d2"}
+        ),
+        "a lost start": chain(range(1, 5), four, at={"step": 2, "weights": "d2"}),
         "a gap": chain((1, 2, 4), four),
         "no digest": chain(range(1, 6), four),
         "skipped": chain(range(1, 5), dict.fromkeys(four, "d"), policy__skipped=1.0),
