@@ -353,6 +353,14 @@ class SupervisedSource:
         self._order = Mixture(parts, seed=seed, shuffle=shuffle, identities=self.identities)
         self._consumed = 0
 
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each row: prompt, response and end-of-sequence."""
+        return [
+            len(prompt.token_ids) + len(given.ids)
+            for prompt, given in zip(self._prompts, self._given, strict=True)
+        ]
+
     def next_batch(self, version: int) -> TrainBatch:
         samples = []
         for _ in range(self._prompts_per_step):

@@ -1,6 +1,5 @@
 """Comparison of the memory that ranks and engines need with the memory of a GPU in each device
-phase, and with /dev/shm; and changes of the config that lower the need, also for a run whose memory
-ran out.
+phase; and changes of the config that lower the need, also for a run whose memory ran out.
 
 The phases are those of flow/device_phases.py. If engines have their own GPUs, the peak of a rank
 is in `train`, and an engine has only its share.
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,11 +25,10 @@ from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.device_phases import Phase
+from megatron_async_rl.plan.cache import holds_a_sequence, proposed_context
 from megatron_async_rl.plan.layout import (
     Device,
-    device_of,
     engine_count,
-    engines_elsewhere,
     rank_coordinates,
 )
 from megatron_async_rl.plan.machine import GIB, MIB, Machine, size
@@ -43,7 +40,6 @@ from megatron_async_rl.plan.memory import (
     rank_overhead,
     sleeping_overhead,
 )
-from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import described, out_of_memory
 from megatron_async_rl.watchdog.host_memory import state_text
 from megatron_async_rl.weights.manifest import IN_FLIGHT
@@ -97,15 +93,16 @@ class GpuNeed:
 
 
 def gpu_memory(
-    config: Config, machine: Machine, engine: EngineMemory | None, ranks_of: RanksOf
+    config: Config, machine: Machine, engine: EngineMemory | None, ranks_of: RanksOf, longest: int
 ) -> tuple[list[Problem], list[str], dict[Phase, GpuNeed]]:
     """Return problems of GPUs with too little memory, notes on those with barely enough and, if
-    engines and policy alternate, the peak of each phase in order."""
+    engines and policy alternate, the peak of each phase in order. longest: tokens of the longest
+    training or held-out sample."""
     problems, notes = [], []
     needs = _needs(config, machine, engine, ranks_of(config))
     for phase, need in needs.items():
         if need.beyond > 0:
-            fix = _fix(config, machine, engine, ranks_of, phase, needs)
+            fix = _fix(config, machine, engine, ranks_of, longest, phase, needs)
             problems.append(Problem(key=need.key, what=str(need), fix=fix))
         # An estimate below the available memory never refuses a run.
         elif need.total > (1 - ESTIMATE_ERROR) * need.has:
@@ -146,11 +143,14 @@ def _needs(
     if rollout is None or engine is None:
         return found
     share = int(rollout.gpu_memory_utilization * has)
-    # vLLM refuses to start if its weights exceed its share.
+    # vLLM refuses to start without its weights and the cache of one sequence in its share.
     found["engine"] = GpuNeed(
         key="rollout.gpu_memory_utilization",
         what="each GPU of an engine",
-        parts=(("weights", engine.of_worker(rollout)),),
+        parts=(
+            ("weights", engine.of_worker(rollout)),
+            ("cache of one sequence of the context limit", engine.sequence_of_worker(rollout)),
+        ),
         has=share,
         of=f"that {rollout.gpu_memory_utilization:g} of a GPU gives",
     )
@@ -230,13 +230,15 @@ def _fix(
     machine: Machine,
     engine: EngineMemory | None,
     ranks_of: RanksOf,
+    longest: int,
     phase: GpuNeedPhase,
     needs: dict[GpuNeedPhase, GpuNeed],
 ) -> str:
     """Return the changes that help, the most helpful first."""
     helpful = []
     share = _share(config, machine, phase, needs[phase])
-    for key, value in _changes(config, phase, share):
+    context = proposed_context(longest, engine.context) if engine and engine.context else None
+    for key, value in _changes(config, phase, share, context):
         # Every proposal is planned like the config itself, because a fix must work.
         changed = with_value(config, key, value)
         ranks = ranks_of(changed) if changed is not None else ()
@@ -250,21 +252,26 @@ def _fix(
             left = f"then {gib(then[phase].total, up=True)}"
             if then[phase].has != needs[phase].has:
                 left += f" of {gib(then[phase].has)}"
-            helpful.append((then[phase].beyond, f"{key}: {shown} ({left})"))
+            # First, because no sample is longer.
+            costs = key != "rollout.max_context"
+            helpful.append((costs, then[phase].beyond, f"{key}: {shown} ({left})"))
     larger = "use GPUs with more memory, or more of them for policy.parallel.ranks"
     if not helpful:
         return larger
-    named = ", ".join(text for _, text in sorted(helpful)[:KEYS_SHOWN])
+    named = ", ".join(text for _, _, text in sorted(helpful)[:KEYS_SHOWN])
     fix = f"set {named}" if len(helpful) == 1 else f"set one or several of {named}"
     # No single change is enough, so larger GPUs are named as well.
-    return fix if min(helpful)[0] <= 0 else f"{fix}; or {larger}"
+    return fix if min(beyond for _, beyond, _ in helpful) <= 0 else f"{fix}; or {larger}"
 
 
 def _changes(
-    config: Config, phase: GpuNeedPhase, share: float | None = None
+    config: Config,
+    phase: GpuNeedPhase,
+    share: float | None = None,
+    context: int | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of changes that may help; the caller checks them. `share`: proposed value
-    of rollout.gpu_memory_utilization."""
+    """Yield (key, value) of changes that may help; the caller checks them. `share`, `context`:
+    proposed values of rollout.gpu_memory_utilization and rollout.max_context."""
     policy, rollout = config.policy, config.rollout
     if phase == "train":
         yield "policy.recompute", "full"
@@ -277,6 +284,8 @@ def _changes(
         yield "policy.optimizer.moment_offload", "cpu"
         yield "weights.bucket_mib", math.ceil(config.weights.bucket_mib / 2)
     if phase != "train" and rollout is not None:
+        if phase == "engine" and context is not None:
+            yield "rollout.max_context", context
         if phase != "publish" and share is not None:
             yield "rollout.gpu_memory_utilization", round(share, 4)
         yield "rollout.tensor", 2 * rollout.tensor
@@ -365,7 +374,9 @@ def host_fix(config: Config, device: Device) -> str:
     named = [
         f"{key}: {json.dumps(value).strip(chr(34))}"
         for key, value in _host_changes(config, device)
-        if _value(config, key) != value and with_value(config, key, value) is not None
+        if _value(config, key) != value
+        and (changed := with_value(config, key, value)) is not None
+        and (device == "cuda" or holds_a_sequence(changed))
     ]
     fix = "end other programs on that machine, or give it more memory"
     return f"{fix}; or set one or several of {', '.join(named)}" if named else fix
@@ -427,71 +438,3 @@ def gib(count: int, *, up: bool = False) -> str:
     memory does not look equal to it."""
     tenths = 10 * count / GIB
     return f"{(math.ceil(tenths) if up else round(tenths)) / 10:.1f} GiB"
-
-
-def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machine) -> list[Problem]:
-    """Return problems of a /dev/shm that is too small."""
-    needed, what = in_shared_memory(config, engine, machine)
-    free = machine.shared_memory
-    # The /dev/shm of a described machine is unknown.
-    if machine.described or free >= needed:
-        return []
-    return [
-        Problem(
-            key="weights.transport",
-            what=(
-                f"{what} ({math.ceil(needed / MIB)} MiB) must fit into /dev/shm, which has"
-                f" {free // MIB} MiB free"
-            ),
-            fix=f"enlarge /dev/shm (docker run {shm_size(needed, 0)})",
-        )
-    ]
-
-
-def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> tuple[int, str]:
-    """Return the bytes of weights in the /dev/shm of rank 0's machine, maybe none, and their
-    description."""
-    if config.weights.carrier.ipc:
-        ranks = config.policy.parallel.ranks if device_of(config, machine) == "cpu" else 0
-        return ranks * ipc_bucket_bytes(config, engine), f"two buckets of each of {ranks} ranks"
-    # Each engine's copy is in its own machine's memory; engines on rank 0's machine count here.
-    own = config.weights.carrier.per_engine and not engines_elsewhere(config, machine)
-    receivers = engine_count(config) if own else 0
-    what = "two versions of the model" + (f", and two for each of {receivers} engines" * own)
-    return 2 * engine.weights * (1 + receivers), what
-
-
-def shared_memory(
-    config: Config, engine: EngineMemory, machine: Machine, longest: int
-) -> tuple[int, int, str]:
-    """Return the bytes of weights and of Ray's object store in the /dev/shm of rank 0's machine,
-    and the description of the weights."""
-    responses = config.flow.prompts_per_step * config.flow.group_size
-    segments = config.rollout.max_segments if config.rollout is not None else 1
-    weights, what = in_shared_memory(config, engine, machine)
-    return weights, object_store_bytes(responses, segments * longest), what
-
-
-def shm_size(weights: int, store: int) -> str:
-    """Return Docker's option for a /dev/shm that is large enough."""
-    # One GiB more, for the queues of vLLM and NCCL.
-    return f"--shm-size={math.ceil((weights + store) / GIB) + 1}g"
-
-
-def shared_memory_notes(
-    config: Config, engine: EngineMemory, machine: Machine, longest: int
-) -> list[str]:
-    """Return a note if /dev/shm has no room for Ray's object store, which is then on disk."""
-    if machine.described or os.environ.get("RAY_ADDRESS"):
-        return []
-    weights, store, what = shared_memory(config, engine, machine, longest)
-    if weights + store <= machine.shared_memory:
-        return []
-    subject = f"Ray's object store for the samples ({store / MIB:.0f} MiB)"
-    if weights:
-        subject = f"{what} ({weights / MIB:.0f} MiB) and {subject}"
-    return [
-        f"{subject} {'do' if weights else 'does'} not fit into /dev/shm, which has"
-        f" {machine.shared_memory / MIB:.0f} MiB free: Ray will be slow (docker run"
-        f" {shm_size(weights, store)})"
-    ]

@@ -18,10 +18,10 @@ from itertools import groupby
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.staleness import admitted_limit
+from megatron_async_rl.plan.dev_shm import in_shared_memory
 from megatron_async_rl.plan.fit import (
     gib,
     host_fix,
-    in_shared_memory,
     twin_bytes,
     with_value,
 )

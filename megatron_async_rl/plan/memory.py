@@ -89,7 +89,8 @@ class EngineMemory:
     them: `layer`, one of its `layers` layers; `embedding`, with the last norm; `output`, an output
     layer that is not the embedding. `largest`: the largest tensor. `logits`: those of one token, as
     float32. `cache`: null on a GPU, where
-    the cache uses the rest of `rollout.gpu_memory_utilization`."""
+    the cache uses the rest of `rollout.gpu_memory_utilization`. `context`: the model's limit in
+    tokens; null if a sliding window limits the cache of a sequence."""
 
     weights: int
     layers: int
@@ -101,6 +102,7 @@ class EngineMemory:
     cache: int | None
     cache_tokens: int | None
     bytes_per_token: int
+    context: int | None
 
     @property
     def kept(self) -> int:
@@ -113,6 +115,22 @@ class EngineMemory:
         layers = -(-self.layers // rollout.pipeline) * self.layer
         output = self.output if rollout.pipeline == 1 else 0
         return (self.embedding + layers + output) // rollout.tensor
+
+    def token_of_worker(self, rollout: RolloutConfig) -> int:
+        """Return the bytes of a token in the cache of a worker of the largest stage."""
+        layers = -(-self.layers // rollout.pipeline)
+        return self.bytes_per_token * layers // self.layers // rollout.tensor
+
+    def sequence_of_worker(self, rollout: RolloutConfig) -> int:
+        """Return the bytes of the cache that a worker of the largest stage needs for a sequence of
+        the context limit; 0 if they are unknown."""
+        # The model's window or another dtype may need less.
+        if self.context is None or rollout.vllm.get("kv_cache_dtype", "auto") != "auto":
+            return 0
+        tokens = min(rollout.max_context or self.context, self.context)
+        if self.cache is not None:
+            tokens = -(-tokens // rollout.cache_block) * rollout.cache_block
+        return tokens * self.token_of_worker(rollout)
 
 
 def stage_experts(shape: ModelShape, *, pipeline: int, expert: int) -> int:
@@ -386,6 +404,7 @@ def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineM
         cache=cache,
         cache_tokens=tokens,
         bytes_per_token=per_token,
+        context=None if shape.windowed else shape.context,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.data.hub import cached_file, name_of, parse
-from megatron_async_rl.policy.families import FAMILIES, Family, unsupported
+from megatron_async_rl.policy.families import FAMILIES, Family, unsupported, used_window
 
 KEY = "model.path"
 
@@ -39,6 +39,8 @@ class ModelShape:
     tied: bool
     """True if input and output embeddings are one matrix."""
     attention_bias: bool
+    windowed: bool = False
+    """True if a sliding window limits the attention of some layers."""
     experts: int = 0
     """Experts per layer; 0 in a dense model."""
     experts_per_token: int = 0
@@ -184,6 +186,7 @@ def _shape_of(content: Mapping[str, Any], path: Path) -> tuple[ModelShape | None
             tied=bool(content.get("tie_word_embeddings", family.tied)),
             attention_bias=family.model_type == "qwen2"
             or bool(content.get("attention_bias", False)),
+            windowed=used_window(content) is not None,
             # transformers 5 writes the second key.
             experts=(
                 int(content.get("num_experts") or content["num_local_experts"]) if mixture else 0

@@ -15,12 +15,12 @@ from megatron_async_rl.config.rollout_rules import length_warnings, sampling_war
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.weights import DEFAULT_CARRIER
 from megatron_async_rl.flow.device_phases import Phase
+from megatron_async_rl.plan.cache import cache_problems
+from megatron_async_rl.plan.dev_shm import shared_memory_notes, shared_memory_problems
 from megatron_async_rl.plan.estimate import Estimate, estimate
 from megatron_async_rl.plan.fit import (
     GpuNeed,
     gpu_memory,
-    shared_memory_notes,
-    shared_memory_problems,
 )
 from megatron_async_rl.plan.host import HostMemory, host_memory, host_problems
 from megatron_async_rl.plan.layout import (
@@ -94,12 +94,14 @@ def make_plan(
     shape: ModelShape | None,
     *,
     lengths: PromptLengths | None = None,
+    held_out: int = 0,
     problems: Sequence[Problem] = (),
     sources: Sequence[TrainingSource] = (),
 ) -> RunPlan:
     """Return the plan of `config` on `machine`.
 
     `shape`: null if the model's sizes are unknown. `lengths`: null if the data was not read.
+    `held_out`: tokens of the longest held-out prompt and its response; 0 without held-out data.
     `problems`: earlier findings, which the plan lists first. `sources`: sources of the training
     data whose rows are known.
     """
@@ -128,6 +130,8 @@ def make_plan(
         # The plan assumes the shortest prompts, because an unknown length must not refuse it for
         # memory.
         longest = min(longest, 1 + config.rollout.sampling.max_tokens)
+    # Engines also sample held-out responses, whose length does not matter to the policy.
+    sampled = max(longest, held_out)
     ranks: tuple[RankMemory, ...] = ()
     engine = None
     if shape is not None:
@@ -135,6 +139,7 @@ def make_plan(
     if shape is not None and config.rollout is not None:
         engine = engine_memory(config, shape, on_gpu=device == "cuda")
         unfit += shared_memory_problems(config, engine, machine)
+        found += cache_problems(config, engine, sampled)
     notes: list[str] = []
     peaks: dict[Phase, GpuNeed] = {}
     hosts: tuple[HostMemory, ...] = ()
@@ -145,6 +150,9 @@ def make_plan(
 
         def ranks_of(changed: Config) -> tuple[RankMemory, ...]:
             wrong = layout_problems(changed, machine, known) + batch_problems(changed, lengths)
+            if changed.rollout is not None:
+                own = engine_memory(changed, known, on_gpu=device == "cuda")
+                wrong += cache_problems(changed, own, sampled)
             # A changed config with a problem is not a fix; `config` itself is planned anyway.
             if changed is not config and wrong:
                 return ()
@@ -165,7 +173,7 @@ def make_plan(
             )
 
         if device == "cuda" and machine.gpus:
-            too_large, notes, peaks = gpu_memory(config, machine, engine, ranks_of)
+            too_large, notes, peaks = gpu_memory(config, machine, engine, ranks_of, sampled)
             unfit += too_large
         hosts = hosts_of(config)
         beyond, host_notes = host_problems(config, machine, hosts, hosts_of)
@@ -267,13 +275,11 @@ def _warnings(
     if rollout is not None and engine is not None and engine.cache_tokens is not None:
         # Full length is the worst case: more responses fit if they are shorter.
         at_once = engine.cache_tokens // longest
-        if at_once < 1:
-            found.append(
-                f"rollout.kv_cache_gib ({rollout.kv_cache_gib:g}) is too small for a sample of"
-                f" {longest} tokens: raise it"
-            )
-        elif at_once < min(
-            rollout.max_concurrent, config.flow.prompts_per_step * config.flow.group_size
+        # An engine whose cache holds no sample does not start.
+        if (
+            0
+            < at_once
+            < min(rollout.max_concurrent, config.flow.prompts_per_step * config.flow.group_size)
         ):
             found.append(
                 f"rollout.kv_cache_gib suffices for {number_of('sample', at_once)} of full length"

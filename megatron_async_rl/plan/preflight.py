@@ -53,7 +53,6 @@ from megatron_async_rl.report.run_data import read_run
 from megatron_async_rl.rollout.environments import EnvironmentRefused
 from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer
 from megatron_async_rl.rollout.scoring import reward_fields
-from megatron_async_rl.samples import Prompt
 
 PROMPTS_IN_A_PLAN = 2000
 SERVERS, CONNECT_S = ("http", "judge"), 2.0
@@ -89,6 +88,7 @@ def preflight(
     files_elsewhere = machine.described or published is not None
     tokenizer: Tokenizer | None = None
     lengths: PromptLengths | None = None
+    held_out = 0
     if shape is not None and published is None and not problems:
         try:
             tokenizer = prompt_tokenizer(config.model.path, config)
@@ -112,13 +112,17 @@ def preflight(
     else:
         for one in _files(config, shape):
             try:
-                found, identity = _read(config, one, shape, tokenizer, limit)
+                found, identity, counts = _read(config, one, shape, tokenizer, limit)
             except DataError as error:
                 # Files that exist here are checked, even if the plan is for a described machine.
                 missing = files_elsewhere and one.missing() is not None
                 (elsewhere if missing else problems).append(error.problem(one.key))
             else:
-                lengths = _longer(lengths, found.prompts)
+                # The policy does not train on held-out samples, so they do not set its memory.
+                if one.key.startswith(TRAINING):
+                    lengths = _longer(lengths, counts)
+                else:
+                    held_out = max(held_out, max(counts) + one.response)
                 read[one.key] = found
                 # Only the digest of a whole file can be compared with the checkpoint's.
                 if limit is None or found.too_long + len(found.prompts) < limit:
@@ -144,6 +148,7 @@ def preflight(
         machine,
         shape,
         lengths=lengths,
+        held_out=held_out,
         problems=problems,
         sources=_training_sources(config, read, limit),
     )
@@ -187,11 +192,13 @@ def _training_sources(
 @dataclass(frozen=True)
 class _File:
     """A data file of the config. `room`: largest number of tokens of a prompt; null if it is not
-    limited, or not positive, which the plan reports."""
+    limited, or not positive, which the plan reports. `response`: largest number of tokens that are
+    sampled for a prompt; 0 for given responses."""
 
     key: str
     file: FileConfig
     room: int | None
+    response: int = 0
 
     def missing(self) -> DataError | None:
         """Return the error if the file does not exist."""
@@ -223,21 +230,26 @@ def _files(config: Config, shape: ModelShape | None) -> list[_File]:
         return files + [_File(one.path_key, one.file, None) for one in sets]
     training = None if rollout is None else rollout.sampling
     return files + [
-        _File(one.path_key, one.file, room(one.sampling.max_tokens))
+        _File(
+            one.path_key, one.file, room(one.sampling.max_tokens), response=one.sampling.max_tokens
+        )
         for one in eval_sets(data, training, evaluation)
     ]
 
 
 def _read(
     config: Config, one: _File, shape: ModelShape, tokenizer: Tokenizer, limit: int | None
-) -> tuple[PromptSet, DataIdentity]:
-    """Read up to `limit` rows of a file. Raises DataError at the first unusable row."""
+) -> tuple[PromptSet, DataIdentity, Sequence[int]]:
+    """Read up to `limit` rows of a file. Return them, their identity, and the tokens of each row:
+    prompt and, if it is given, response. Raises DataError at the first unusable row."""
     data = config.data
     if config.rollout is not None:
         required = reward_fields(config.rollout.reward)
         found = read_set(data, one.file, tokenizer, required=required, room=one.room, limit=limit)
         # A digest of token ids and fields, so a renamed or reformatted file is the same data.
-        return found, DataIdentity.of(found.prompts)
+        # Lengths of the engine's input, chat template included.
+        counts = [len(prompt.token_ids) for prompt in found.prompts]
+        return found, DataIdentity.of(found.prompts), counts
     read = read_set(data, one.file, tokenizer, limit=limit, supervised=True)
     found = fitting(read, tokenizer, data.max_tokens)
     budget, multiple = config.policy.tokens_per_micro_batch, config.policy.row_multiple
@@ -246,7 +258,7 @@ def _read(
     source = SupervisedSource(
         found.prompts, tokenizer, prompts_per_step=1, seed=0, shuffle=False, max_context=maximum
     )
-    return found, source.identities[0]
+    return found, source.identities[0], source.lengths
 
 
 def _no_room(config: Config, shape: ModelShape) -> list[Problem]:
@@ -315,11 +327,9 @@ def _rendered_for_an_agent(config: Config) -> list[str]:
     ]
 
 
-def _longer(known: PromptLengths | None, prompts: Sequence[Prompt]) -> PromptLengths:
-    """Return `known` with the longest of `prompts` included. The mean and the number remain those
-    of the first file, which is training data."""
-    # Tokens of the engine's input, chat template included.
-    counts = [len(prompt.token_ids) for prompt in prompts]
+def _longer(known: PromptLengths | None, counts: Sequence[int]) -> PromptLengths:
+    """Return `known` with the longest of `counts` included. The mean and the number remain those
+    of the first file."""
     if known is not None:
         return replace(known, longest=max(known.longest, *counts))
     return PromptLengths(longest=max(counts), mean=sum(counts) / len(counts), prompts=len(counts))

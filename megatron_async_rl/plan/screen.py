@@ -16,8 +16,9 @@ from megatron_async_rl.config.problem import SCREEN_PROBLEMS, number_of
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import read_newest
+from megatron_async_rl.plan.dev_shm import shared_memory, shm_size
 from megatron_async_rl.plan.estimate import measure, update_per_lr
-from megatron_async_rl.plan.fit import ipc_bucket_bytes, shared_memory, shm_size, twin_bytes
+from megatron_async_rl.plan.fit import ipc_bucket_bytes, twin_bytes
 from megatron_async_rl.plan.machine import Machine, size
 from megatron_async_rl.plan.memory import (
     OverheadParts,

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megatron_async_rl.config.load import load
-from megatron_async_rl.plan.fit import shared_memory, shm_size
+from megatron_async_rl.plan.dev_shm import shared_memory, shm_size
 from megatron_async_rl.plan.machine import GIB, described_machine
 from megatron_async_rl.plan.memory import engine_memory
 from megatron_async_rl.plan.model_files import ModelShape, read_model

@@ -1049,7 +1049,8 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_noted(file):
 
 
 def test_more_processes_than_cores_and_a_small_cache_are_only_notes(file):
-    planned = plan(file, "policy.parallel.ranks=2", "rollout.kv_cache_gib=0.000001")
+    # 64 KiB: the model's context of 64 tokens.
+    planned = plan(file, "policy.parallel.ranks=2", "rollout.kv_cache_gib=0.000062")
     assert planned.problems == ()
     assert len(planned.warnings) == 2
 
@@ -1647,6 +1648,7 @@ EIGHT_RANKS = (
     "policy.parallel.ranks=8",
     "rollout.placement=colocated",
     "rollout.gpu_memory_utilization=0.3",
+    "rollout.max_context=64",
     "flow.prompts_per_step=8",
     "flow.async_ratio=0",
 )
