@@ -239,8 +239,8 @@ def _bytes(count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLengths:
-    """Lengths of the prompts in tokens: the longest and the mean; and the number of prompts that
-    were read."""
+    """Lengths of the training prompts in tokens, with given responses those of prompt, response and
+    end-of-sequence: the longest and the mean; and the number of prompts that were read."""
 
     longest: int
     mean: float
@@ -280,9 +280,10 @@ def longest_sample(config: Config, shape: ModelShape | None, lengths: PromptLeng
     limit = config.policy.tokens_per_micro_batch
     if shape is not None:
         limit = min(limit, context_limit(config, shape))
-    if config.rollout is None or lengths is None:
+    if lengths is None:
         return limit
-    return min(limit, lengths.longest + config.rollout.sampling.max_tokens)
+    sampled = 0 if config.rollout is None else config.rollout.sampling.max_tokens
+    return min(limit, lengths.longest + sampled)
 
 
 def batch_of(
@@ -300,6 +301,9 @@ def batch_of(
         return parts * math.ceil(share / max(1, budget // max(1, length)))
 
     half = response = longest // 2
+    if config.rollout is None and lengths is not None:
+        # Given responses; the sums are for prompt and response together.
+        half = response = min(longest, math.ceil(lengths.mean))
     if config.rollout is not None:
         response = math.ceil(config.rollout.sampling.max_tokens / 2)
         if lengths is not None:
