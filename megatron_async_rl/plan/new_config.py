@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,12 +34,18 @@ from megatron_async_rl.config.yaml_tree import YamlFault, parse_value
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.plan.held_out import MAX_HELD_OUT, Split, split_off
+from megatron_async_rl.plan.host import free_memory_problems
+from megatron_async_rl.plan.init_layouts import (
+    SYNCHRONOUS,
+    InitLayout,
+    InitSizes,
+    init_layouts,
+)
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
 from megatron_async_rl.plan.model_files import read_model
-from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.plan.preflight import longest_samples, preflight
 from megatron_async_rl.plan.reward_choice import SETTING, RewardChoice
 
-TENSOR = (1, 2, 4, 8)
 PROMPTS, GROUP, STEPS = 32, 8, 200
 EVALUATE_EVERY = 20
 RESPONSE_TOKENS = {
@@ -49,7 +56,6 @@ RESPONSE_TOKENS = {
 }
 """rollout.sampling.max_tokens by (device, the model thinks before it answers). A response that ends
 within its thoughts has no answer, and therefore no reward."""
-SYNCHRONOUS = "synchronous"
 LAYOUT_KEYS = ("policy", "rollout", "host memory")
 """Prefixes of the keys of problems that depend on the layout."""
 
@@ -124,17 +130,6 @@ class InitFiles:
     notes: Sequence[str]
 
 
-@dataclass(frozen=True)
-class InitLayout:
-    """Lines of the sections `policy` and `rollout`. `replicas`: number of data-parallel ranks.
-    `colocated`: engines and policy share the GPUs."""
-
-    policy: str
-    rollout: str
-    replicas: int = 1
-    colocated: bool = False
-
-
 def write_config(answers: InitAnswers, out: Path) -> InitFiles:
     """Write the config `out`, the two parts of split data, and starter files that the reward uses.
     Raises ConfigError with the problems of the last layout if the plan accepts none, and UserError
@@ -192,15 +187,22 @@ def _split_note(split: Split) -> str:
 
 def _write_accepted(answers: InitAnswers, out: Path) -> list[str]:
     """Write the first candidate that the plan accepts. Return notes on it."""
-    # All candidates have the same model; loading one of them resolves paths and hub names.
-    first = next(_candidates(answers, out, 1))[1]
-    model = _loaded(first, out).model.path
+    # All candidates have the same model and data; loading one of them resolves paths and hub names.
+    first = next(init_layouts(answers.gpus, answers.style))
+    config = _loaded(_text(answers, out, first, InitSizes(response=1), chat=False), out)
+    model = config.model.path
     shape, problems = read_model(model, weights=False)
     if shape is None:
         raise ConfigError(f"{out} was not written", problems)
     chat, device = _has_chat_template(model), "gpu" if answers.gpus else "cpu"
-    longest = min(RESPONSE_TOKENS[device, thinks(model)], shape.context // 2)
-    for layout, text in _candidates(answers, out, longest, chat=chat):
+    response = min(RESPONSE_TOKENS[device, thinks(model)], shape.context // 2)
+    whole = _text(answers, out, first, InitSizes(response=response), chat=chat)
+    trained, held_out = longest_samples(_loaded(whole, out), shape)
+    for layout in init_layouts(answers.gpus, answers.style, trained):
+        sizes = InitSizes.of(
+            shape, layout, response, max(trained, held_out), on_gpu=bool(answers.gpus)
+        )
+        text = _text(answers, out, layout, sizes, chat=chat)
         problems = _problems(text, answers, out)
         if not problems:
             out.write_text(text, encoding="utf-8")
@@ -272,7 +274,11 @@ def _problems(text: str, answers: InitAnswers, out: Path) -> list[Problem]:
         machine = described_machine(
             gpus=answers.gpus, gpu_memory_gib=answers.gpu_memory_gib, nodes=1
         )
-    return list(preflight(_loaded(text, out), all_data=False, machine=machine).problems)
+    config = _loaded(text, out)
+    plan = preflight(config, all_data=False, machine=machine)
+    # `mar train` checks the free memory, too; that of another machine is unknown.
+    crowded = free_memory_problems(config, machine, plan.device, plan.hosts)
+    return [*plan.problems, *crowded]
 
 
 def _loaded(text: str, out: Path) -> Config:
@@ -290,64 +296,10 @@ def _loaded(text: str, out: Path) -> Config:
     return located(config, weights=False)[0]
 
 
-def _candidates(
-    answers: InitAnswers, out: Path, tokens: int, *, chat: bool = False
-) -> Iterator[tuple[InitLayout, str]]:
-    """Yield each layout and the text of its config. `tokens`: rollout.sampling.max_tokens. `chat`:
-    the model has a chat template."""
-    for layout in _layouts(answers):
-        yield layout, _text(answers, out, layout, tokens, chat=chat)
-
-
-def _layouts(answers: InitAnswers) -> Iterator[InitLayout]:
-    """Yield the layouts to try, the simplest first."""
-    gpus = answers.gpus
-    if not gpus:
-        yield InitLayout("  device: cpu\n", "  kv_cache_gib: 1.0\n")
-    elif answers.style == SYNCHRONOUS:
-        # Colocated first: engines of a synchronous run idle while the policy trains.
-        yield from _colocated(gpus)
-        yield from _disaggregated(gpus)
-    else:
-        yield from _disaggregated(gpus)
-        yield from _colocated(gpus)
-
-
-def _disaggregated(gpus: int) -> Iterator[InitLayout]:
-    # Small tensor-parallel sizes first, because they communicate least.
-    for tensor in TENSOR:
-        for recompute in ("none", "full"):
-            if 2 * tensor <= gpus:
-                # Half of the GPUs for training, rounded down to whole replicas.
-                ranks = gpus // 2 // tensor * tensor
-                engines = (gpus - ranks) // tensor
-                yield InitLayout(
-                    f"  device: cuda\n  parallel: {_parallel(ranks, tensor)}\n"
-                    f"  sequence: packed\n  recompute: {recompute}\n",
-                    f"  engines: {engines}\n  tensor: {tensor}\n",
-                    replicas=ranks // tensor,
-                )
-
-
-def _colocated(gpus: int) -> Iterator[InitLayout]:
-    for tensor in TENSOR:
-        if gpus % tensor == 0:
-            yield InitLayout(
-                f"  device: cuda\n  parallel: {_parallel(gpus, tensor)}\n"
-                "  sequence: packed\n  recompute: full\n",
-                f"  placement: colocated\n  engines: {gpus // tensor}\n  tensor: {tensor}\n"
-                "  gpu_memory_utilization: 0.5\n",
-                replicas=gpus // tensor,
-                colocated=True,
-            )
-
-
-def _parallel(ranks: int, tensor: int) -> str:
-    ranks_text = f"ranks: {ranks}, tensor: {tensor}"
-    return f"{{{ranks_text}, sequence: true}}" if tensor > 1 else f"{{{ranks_text}}}"
-
-
-def _text(answers: InitAnswers, out: Path, layout: InitLayout, tokens: int, *, chat: bool) -> str:
+def _text(
+    answers: InitAnswers, out: Path, layout: InitLayout, sizes: InitSizes, *, chat: bool
+) -> str:
+    """Return the text of the config. `chat`: the model has a chat template."""
     style = SYNCHRONOUS if layout.colocated else answers.style
     meaning, method = STYLES[style]
     if style == SYNCHRONOUS and layout.colocated:
@@ -361,7 +313,7 @@ def _text(answers: InitAnswers, out: Path, layout: InitLayout, tokens: int, *, c
     multiple = layout.replicas // math.gcd(layout.replicas, group)
     prompts = -(-prompts // multiple) * multiple
     # A sequence-level ratio of a long response is a product dominated by rounding errors.
-    level = "token" if tokens > LONG_RESPONSE else "sequence"
+    level = "token" if sizes.response > LONG_RESPONSE else "sequence"
     columns = answers.columns
     environment = answers.reward.environment
     # Agents apply the chat template themselves: they send messages.
@@ -370,21 +322,22 @@ def _text(answers: InitAnswers, out: Path, layout: InitLayout, tokens: int, *, c
     no_tools = "  tools_key: null              # rollout.environment provides the tools\n"
     no_tools = no_tools if environment == TOOLS else ""
     place = f"--gpus {answers.gpus} --gpu-memory {answers.gpu_memory_gib:g}" if answers.gpus else ""
-    dtype = "bfloat16" if answers.gpus else "float32"
+    dtype, lr = ("bfloat16", "1.0e-6") if answers.gpus else ("float32", "1.0e-5")
+    name = shlex.quote(out.name)
     settings = method.format(prompts=prompts, group=group, level=level)
     return f"""# {style.capitalize()}: {meaning}.
-{why}#   mar plan {f"{out.name} {place}".strip()}
-#   mar train {out.name}
+{why}#   mar plan {f"{name} {place}".strip()}
+#   mar train {name}
 # Every key and its default: {shipped("docs/config.md")}
 # Which method to start with: {shipped("docs/choosing_a_method.md")}
-run: {{dir: runs/{out.stem}, steps: {STEPS}}}
+run: {{dir: {_scalar(f"runs/{out.stem}")}, steps: {STEPS}}}
 model: {{path: {_scalar(_path(answers.model, folder))}, dtype: {dtype}}}
 data:
   train: {_scalar(_path(answers.data, folder))}
 {columns}{no_tools}{_held_out(answers, folder)}{settings}rollout:
-{layout.rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
+{sizes.rollout}{layout.rollout}  sampling: {{temperature: 1.0, max_tokens: {sizes.response}}}
 {answers.reward.lines(chat=chat)}policy:
-{layout.policy}  optimizer: {{lr: {"1.0e-6" if answers.gpus else "1.0e-5"}, warmup_steps: 5}}
+{layout.policy}{sizes.policy}  optimizer: {{lr: {lr}, warmup_steps: 5}}
 """
 
 

@@ -170,6 +170,25 @@ def preflight(
     )
 
 
+def longest_samples(config: Config, shape: ModelShape) -> tuple[int, int]:
+    """Return the tokens of the longest training sample and of the longest held-out one, prompt and
+    response together, among the rows that a plan reads; 0 for data that cannot be read."""
+    longest = [0, 0]
+    try:
+        tokenizer = prompt_tokenizer(config.model.path, config)
+    # The plan reports these errors.
+    except (DataError, EnvironmentRefused):
+        return 0, 0
+    for one in _files(config, shape):
+        try:
+            _, _, counts = _read(config, one, shape, tokenizer, PROMPTS_IN_A_PLAN)
+        except DataError:
+            continue
+        held_out = not one.key.startswith(TRAINING)
+        longest[held_out] = max(longest[held_out], max(counts) + one.response)
+    return longest[0], longest[1]
+
+
 def _training_sources(
     config: Config, read: Mapping[str, PromptSet], limit: int | None
 ) -> list[TrainingSource]:
@@ -218,12 +237,15 @@ def _files(config: Config, shape: ModelShape | None) -> list[_File]:
         return left if left > 0 else None
 
     rollout, data = config.rollout, config.data
-    maximum = room(rollout.sampling.max_tokens) if rollout is not None else None
+    response = 0 if rollout is None else rollout.sampling.max_tokens
+    maximum = room(response) if rollout is not None else None
     if data.train is not None:
-        files = [_File("data.train", data.training[0], maximum)]
+        files = [_File("data.train", data.training[0], maximum, response)]
     else:
         places = enumerate(data.sources)
-        files = [_File(f"data.sources.{index}.path", one, maximum) for index, one in places]
+        files = [
+            _File(f"data.sources.{index}.path", one, maximum, response) for index, one in places
+        ]
     evaluation = config.eval or EvalConfig()
     if config.supervised:
         sets = held_out_files(data, evaluation)

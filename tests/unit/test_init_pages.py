@@ -4,7 +4,7 @@ that it would try, in their order."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ import typer
 from megatron_async_rl.config.problem import DataError, UserError
 from megatron_async_rl.plan import interview, new_config
 from megatron_async_rl.plan.held_out import split_off
+from megatron_async_rl.plan.init_layouts import InitLayout, InitSizes, init_layouts
 from megatron_async_rl.plan.interview import Interview
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine
+from megatron_async_rl.plan.model_files import PUBLISHED, _shape_of
 from megatron_async_rl.plan.new_config import InitAnswers, InitColumns, thinks
 from megatron_async_rl.plan.reward_choice import RewardChoice, names_of
 from tests.stored_pages import listed, require_page
@@ -174,6 +176,7 @@ def test_every_repeated_question_is_the_one_on_its_page(monkeypatch: pytest.Monk
     require_page("init/repeated", text)
 
 
+SHAPE, _ = _shape_of(PUBLISHED["Qwen/Qwen3-0.6B"], Path("config.json"))
 ANSWERS = InitAnswers(
     model="model",
     data="plain.jsonl",
@@ -186,6 +189,15 @@ ANSWERS = InitAnswers(
 )
 
 
+def candidates(
+    answers: InitAnswers, out: Path, tokens: int, *, chat: bool = False
+) -> Iterator[tuple[InitLayout, str]]:
+    """Yield each layout and the text of its config, for long samples if `tokens` is above 512."""
+    for layout in init_layouts(answers.gpus, answers.style, longest=20_000 if tokens > 512 else 0):
+        sizes = InitSizes.of(SHAPE, layout, tokens, 600, on_gpu=answers.gpus > 0)
+        yield layout, new_config._text(answers, out, layout, sizes, chat=chat)
+
+
 def test_every_config_is_the_one_on_its_page(folder: Path) -> None:
     text = ""
     every = [
@@ -195,7 +207,7 @@ def test_every_config_is_the_one_on_its_page(folder: Path) -> None:
     ]
     every += [replace(ANSWERS, gpus=12, gpu_memory_gib=141.5)]
     for answers in every:
-        for layout, content in new_config._candidates(answers, folder / "a.yaml", 512):
+        for layout, content in candidates(answers, folder / "a.yaml", 512):
             text += f"$ {answers.gpus} {answers.style} {layout.replicas} {layout.colocated}\n"
             text += f"{content}{new_config._style_notes(answers, layout)}\n"
     columns = InitColumns(prompt_key="on", answer_key="a: b", as_chat=True)
@@ -207,11 +219,11 @@ def test_every_config_is_the_one_on_its_page(folder: Path) -> None:
     for reward in (*rewards, "openenv", "module:function", "a:b+c:b"):
         for tokens, chat in ((512, True), (513, False)):
             given = replace(ANSWERS, reward=RewardChoice.of(reward, ()))
-            _, content = next(new_config._candidates(given, folder / "a.yaml", tokens, chat=chat))
+            _, content = next(candidates(given, folder / "a.yaml", tokens, chat=chat))
             text += f"$ {reward} {tokens} {chat}\n{content}"
             text += f"{sorted(path.name for path in given.reward.starters())}\n"
     for given in others:
-        text += next(new_config._candidates(given, folder / "b.yaml", 9, chat=True))[1]
+        text += next(candidates(given, folder / "b.yaml", 9, chat=True))[1]
     require_page("init/configs", text.replace(str(folder), "FOLDER"))
 
 
