@@ -46,6 +46,7 @@ CONTROL = "controls=[{name: gac, c_low: 0.999}, {name: displacement, tolerated_k
 SETTINGS = (
     "run.steps=40",
     "policy.optimizer.schedule=constant",
+    "policy.optimizer.min_lr=0",
     "checkpoint.every=10",
     "eval.every=10",
 )

@@ -16,10 +16,10 @@ from pydantic import (
 )
 
 from megatron_async_rl.config.losses import Ratio, ReadsRatios
+from megatron_async_rl.config.policy import Decay
 from megatron_async_rl.config.settings_model import Strict, bare_name, or_plug_in
 
 Cosine = Annotated[float, Field(gt=-1.0, lt=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ControlSettings(ReadsRatios):

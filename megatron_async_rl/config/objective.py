@@ -130,6 +130,16 @@ class OverlongConfig(Strict):
     penalty: PositiveFloat = 1.0
     """Penalty at max_length and beyond, subtracted from the reward."""
 
+    @model_validator(mode="after")
+    def _begins_at_a_length(self) -> OverlongConfig:
+        # A response without tokens would have a penalty already.
+        if self.buffer > self.max_length:
+            raise ValueError(
+                f"overlong: buffer: {self.buffer} is above max_length: {self.max_length}, so the"
+                " penalty would begin at a negative length; set buffer to at most max_length"
+            )
+        return self
+
 
 class ObjectiveConfig(Strict):
     """Training objective: advantage, loss, corrections and penalties."""
@@ -227,6 +237,7 @@ def objective_conflicts(objective: ObjectiveConfig) -> Iterator[str]:
             " effect; set advantage: none"
         )
     yield from _advantage(objective)
+    yield from _proximal(objective)
     yield from _corrections(objective)
     if loss.name == "sft" and objective.kl is not None and objective.kl.ratios:
         yield (
@@ -309,6 +320,16 @@ def _opob(objective: ObjectiveConfig, advantage: OpobAdvantage) -> Iterator[str]
             "advantage: opob, mode: cheap estimates the score gradient of a mean over the"
             f" response's tokens, and aggregation: {used} computes another mean; set aggregation:"
             " seq-mean-token-mean, or mode: exact"
+        )
+
+
+def _proximal(objective: ObjectiveConfig) -> Iterator[str]:
+    # A setting without effect would be ignored silently.
+    default = ObjectiveConfig.model_fields["ewma_decay"].default
+    if objective.proximal != "ewma" and objective.ewma_decay != default:
+        yield (
+            f"ewma_decay: {objective.ewma_decay:g} is the decay of proximal: ewma, and proximal is"
+            f" {objective.proximal}; set proximal: ewma, or remove ewma_decay"
         )
 
 

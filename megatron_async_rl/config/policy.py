@@ -15,12 +15,14 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 
 from megatron_async_rl.config.settings_model import Strict
 
 # Sections do not check each other here: config/rules.py checks the complete configuration.
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ParallelConfig(Strict):
@@ -80,7 +82,7 @@ class OptimizerConfig(Strict):
 
     lr: PositiveFloat = 1e-6
     """Learning rate after warm-up."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Term added to the square root of the second moment."""
@@ -112,6 +114,16 @@ class OptimizerConfig(Strict):
     """Memory of the moments. `cpu` keeps them in page-locked host memory and moves them to the
     device and back, block by block, during the step. Results differ from those of a fused Adam by
     rounding. It has no effect on a CPU."""
+
+    @model_validator(mode="after")
+    def _decays_to_min_lr(self) -> OptimizerConfig:
+        # A setting without effect would be ignored silently.
+        if self.schedule == "constant" and self.min_lr:
+            raise ValueError(
+                f"min_lr: {self.min_lr:g} is the end of the schedules linear and cosine, and"
+                " schedule is constant; set schedule: linear or cosine, or remove min_lr"
+            )
+        return self
 
 
 Recipe = Literal["tensorwise", "blockwise", "delayed", "mxfp8"]

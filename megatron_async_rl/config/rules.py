@@ -69,6 +69,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from sampling_conflicts(config)
     yield from eval_conflicts(config)
     yield from environment_conflicts(config)
+    yield from _overlong(config)
     objective, flow = config.objective, config.flow
     # Groups stay whole, because baselines compare all responses of a group.
     if objective.minibatches > flow.prompts_per_step:
@@ -148,6 +149,21 @@ def run_conflicts(config: Config) -> Iterator[str]:
             f"objective.loss: {loss.name} is defined for groups of a single weight version, and"
             f" with flow.async_ratio: {flow.async_ratio:g} responses continue across weight"
             " updates; set flow.async_ratio: 0, or flow.selection: exact_lag"
+        )
+
+
+def _overlong(config: Config) -> Iterator[str]:
+    """Yield the reason why no response could be long enough for a length penalty."""
+    penalty, rollout = config.objective.overlong, config.rollout
+    if penalty is None or rollout is None:
+        return
+    start, longest = penalty.max_length - penalty.buffer, rollout.sampling.max_tokens
+    # All segments of a sample count.
+    if start >= longest * rollout.max_segments:
+        yield (
+            f"objective.overlong: the penalty begins above max_length - buffer = {start} tokens,"
+            f" and rollout.sampling.max_tokens: {longest} allows no such response, so it would have"
+            " no effect; lower objective.overlong.max_length, or remove objective.overlong"
         )
 
 

@@ -79,8 +79,9 @@ class RunConfig(Strict):
     steps: PositiveInt
     """Number of batches in the whole run, resumes included. Each makes objective.minibatches x
     objective.epochs optimizer steps and one version of the weights."""
-    seed: NonNegativeInt = 1234
-    """Seed of the data order, sampling and initialisation."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
+    """Seed of the data order, sampling and initialisation; engines give it to numpy, which takes 32
+    bits."""
     resume: Literal["auto", "never"] = "auto"
     """Treatment of a directory that contains a run: `auto` continues from its newest checkpoint;
     `never` refuses it."""

@@ -178,9 +178,10 @@ def _drawn(draw: random.Random) -> dict[str, Any]:
         "loss": loss,
         "proximal": draw.choice(["behavior", "recompute", "loglinear", "ewma", "snapshot"]),
         "corrections": draw.sample(CORRECTIONS, draw.choice([0, 0, 1, 1, 2])),
-        "ewma_decay": 0.6,
         "snapshots": 4,
     }
+    if objective["proximal"] == "ewma":
+        objective["ewma_decay"] = 0.6
     if draw.random() < 0.9:
         objective["advantage"] = draw.choice(ADVANTAGES)
     if draw.random() < 0.4:
