@@ -92,13 +92,15 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def read_model(path: Path, *, weights: bool = True) -> tuple[ModelShape | None, list[Problem]]:
+def read_model(
+    path: Path, *, weights: bool = True, tokenizer: bool = True
+) -> tuple[ModelShape | None, list[Problem]]:
     """Return the shape (None if config.json does not define one) and all problems of the directory.
-    `weights`: the weight files must exist."""
+    `weights`, `tokenizer`: these files must exist."""
     if not path.is_dir():
         return None, [_problem(f"{path} is not a directory", _where_to_look(path))]
     # All problems of a directory are reported together.
-    checked = (_weights(path) if weights else None, _tokenizer(path))
+    checked = (_weights(path) if weights else None, _tokenizer(path) if tokenizer else None)
     problems = [problem for problem in checked if problem]
     shape, wrong = _shape(path / "config.json")
     return shape, wrong + problems

@@ -41,6 +41,7 @@ from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, published_shape, read_model
 from megatron_async_rl.plan.plan import RunPlan, make_plan
+from megatron_async_rl.plan.reference_model import reference_problems
 from megatron_async_rl.plan.resume import checkpoint_notes, checkpoint_problems, data_problems
 from megatron_async_rl.plan.totals import PromptLengths, TrainingSource, context_limit
 from megatron_async_rl.plan.trials import (
@@ -97,6 +98,8 @@ def preflight(
             tokenizer = tokenizer_of(config.model.path, config.data)
         except DataError as error:
             (elsewhere if files_elsewhere else problems).append(error.problem("model.path"))
+    reference, absent = reference_problems(config, shape, weights=weights)
+    (elsewhere if files_elsewhere and absent else problems).extend(reference)
     if shape is not None:
         problems += _no_room(config, shape)
     if shape is not None and tokenizer is not None:
