@@ -255,7 +255,7 @@ def estimate(
     reads_s = version / (config.policy.parallel.ranks * READ_SHARE * chip.memory_rate)
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
     # Responses divide evenly, because the router fills the engine with the fewest.
-    responses = batch.samples / rollout.engines
+    responses = batch.sequences / rollout.engines
     # The responses of a group share the keys and values of their prompt.
     reading = prompt_operations(shape, batch.prompt) / config.flow.group_size
     reading_s = responses * reading / (rollout.workers * COMPUTE_SHARE * chip.bfloat16)
@@ -299,9 +299,9 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
     policy, parallel, objective = config.policy, config.policy.parallel, config.objective
     group = GroupTokens.of(config, batch.prompt, batch.response)
     operations = training_operations(config, shape, group, fp8_speed=chip.fp8_speed)
-    total = batch.samples * operations / (parallel.ranks * COMPUTE_SHARE * chip.bfloat16)
+    total = batch.sequences * operations / (parallel.ranks * COMPUTE_SHARE * chip.bfloat16)
 
-    of_a_step = batch.samples_per_rank * group.computed / objective.minibatches
+    of_a_step = batch.samples_per_rank * batch.segments * group.computed / objective.minibatches
     micro_batch = min(1.0, policy.tokens_per_micro_batch / of_a_step)
     # The pipeline's bubble: (p - 1) / v micro-batches per optimizer step.
     return total * (1 + (parallel.pipeline - 1) / parallel.virtual_pipeline * micro_batch)

@@ -53,8 +53,8 @@ LESS = 0.1
 """Reduction of an engine's share of a GPU in the fix for a GPU whose memory ran out."""
 KEYS_SHOWN = 6
 
-GpuNeedPhase = Phase | Literal["engine"]
-"""A phase, or an engine's share of a GPU."""
+GpuNeedPhase = Phase | Literal["engine", "engine's GPU"]
+"""A phase, or an engine's share of a GPU, or a GPU that only an engine uses."""
 RanksOf = Callable[[Config], Sequence[RankMemory]]
 """Memory of the ranks, one per stage; none for a config that cannot run on this machine."""
 
@@ -154,6 +154,14 @@ def _needs(
         has=share,
         of=f"that {rollout.gpu_memory_utilization:g} of a GPU gives",
     )
+    if not shared:
+        # The CUDA context and NCCL are outside the share.
+        found["engine's GPU"] = GpuNeed(
+            key="rollout.gpu_memory_utilization",
+            what="the GPU of an engine",
+            parts=(("the engine", share), *engine_overhead(rollout)),
+            has=has,
+        )
     if ranks and shared:
         # The first node's ranks that share their GPUs with engines.
         sharing = min(

@@ -43,19 +43,16 @@ def activations(
     longest: int,
     on_gpu: bool,
     layers: LayerFamily,
-    micro_batches: int | None = None,
+    micro_batches: int,
 ) -> int:
     """Return the bytes of a rank's layers in flight, of the last norm, and of the hidden states
-    from which log-probs and values are computed. `micro_batches`: number of micro-batches that run,
-    if it is below that of the schedule.
+    from which log-probs and values are computed. `micro_batches`: number of micro-batches in an
+    optimizer step.
 
     With policy.recompute: full each layer keeps only its input, and one layer at a time is
     recomputed. With `selective` each layer leaves out the tensors between the projections of
     attention, and one layer at a time recomputes them."""
-    count = layers_in_flight(config, shape, stage)
-    if micro_batches is not None:
-        # Fewer micro-batches than the schedule could hold.
-        count = min(count, micro_batches * shape.layers // config.policy.parallel.pipeline)
+    count = layers_in_flight(config, shape, stage, micro_batches)
     recompute, parallel = config.policy.recompute, config.policy.parallel
     kept = partial(layer_activations, config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
     numbers = tokens * shape.hidden // (parallel.tensor if parallel.sequence else 1)
@@ -91,9 +88,9 @@ def context_masks(
     return both if samples == 1 else both * samples * count
 
 
-def layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:
+def layers_in_flight(config: Config, shape: ModelShape, stage: int, micro_batches: int) -> int:
     """Return the number of layers of a rank that hold a micro-batch's activations at one time,
-    summed over micro-batches.
+    summed over micro-batches. `micro_batches`: their number in an optimizer step.
 
     1F1B: one micro-batch in this stage and in each later one. Interleaved: in the last virtual
     stage twice the distance to the last rank plus one, and in each earlier virtual stage a full
@@ -103,7 +100,8 @@ def layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:
     # Micro-batches that later stages hold when this one begins its backward pass.
     later = pipeline - stage - 1
     chunks = later + 1 if virtual == 1 else 2 * later + (virtual - 1) * pipeline + 1
-    return chunks * (shape.layers // (pipeline * virtual))
+    # A step may have fewer micro-batches than the schedule could hold.
+    return min(chunks, micro_batches * virtual) * (shape.layers // (pipeline * virtual))
 
 
 def stores_scores(config: Config, shape: ModelShape, *, on_gpu: bool) -> bool:

@@ -225,7 +225,12 @@ def rank_memory(
     of_layers = partial(
         activations, config, shape, stage, longest=longest, on_gpu=on_gpu, layers=layers
     )
-    activated, accumulators = of_layers(tokens), 0
+    # Number of micro-batches of an optimizer step; each has up to `tokens`.
+    count = -(-maximum // config.policy.tokens_per_micro_batch)
+    if parallel.virtual_pipeline > 1:
+        # The interleaved schedule adds empty ones.
+        count = -(-count // parallel.pipeline) * parallel.pipeline
+    activated, accumulators = of_layers(tokens, micro_batches=count), 0
     if measures_baseline(config):
         # With the accumulators there is one sequence at a time. Whole micro-batches (terms added to
         # the loss, samples behind an anomaly) run without the accumulators.
@@ -247,7 +252,7 @@ def rank_memory(
         staged=share * staged_bytes(config),
         offloaded=offloaded + away,
         fp8=fp8_copies(
-            config, shape, stage=stage, in_flight=layers_in_flight(config, shape, stage)
+            config, shape, stage=stage, in_flight=layers_in_flight(config, shape, stage, count)
         ),
     )
 

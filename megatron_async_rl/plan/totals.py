@@ -118,9 +118,7 @@ def totals(
     batch: Batch,
     sources: Sequence[TrainingSource],
 ) -> Totals:
-    count, rollout = config.run.steps, config.rollout
-    segments = rollout.max_segments if rollout is not None else 1
-    samples = count * batch.samples
+    count, sequences = config.run.steps, config.run.steps * batch.sequences
     parameters = trained_parameters(config, shape)
     adapter = parameters if config.policy.lora is not None else 0
     return Totals(
@@ -129,8 +127,8 @@ def totals(
         used=gpus_used(config, machine) if device == "cuda" else 0,
         prompts=count * config.flow.prompts_per_step,
         # Half of max_tokens per response; the true mean is unknown before the run.
-        sampled=samples * segments * batch.response if rollout is not None else 0,
-        trained=samples * segments * (batch.prompt + batch.response) * config.objective.epochs,
+        sampled=sequences * batch.response if config.rollout is not None else 0,
+        trained=sequences * (batch.prompt + batch.response) * config.objective.epochs,
         sources=tuple(one for one in sources if one.rows),
         # Frozen weights are not saved: a resumed run reads them from model.path.
         checkpoint=parameters * saved_bytes(config),
@@ -249,9 +247,9 @@ class PromptLengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Samples of one training step. `prompt`, `response`: tokens of a sample with a response of
-    half length. `micro_batches_*`: number per data-parallel rank and pass, with responses of half
-    and of full length."""
+    """Samples of one training step. `segments`: largest number of sequences of a sample. `prompt`,
+    `response`: tokens of a sequence with a response of half length. `micro_batches_*`: number per
+    data-parallel rank and pass, with responses of half and of full length."""
 
     samples: int
     data_parallel: int
@@ -260,6 +258,12 @@ class Batch:
     response: int
     micro_batches_half: int
     micro_batches_full: int
+    segments: int = 1
+
+    @property
+    def sequences(self) -> int:
+        """Largest number of sequences that a step samples and trains on."""
+        return self.samples * self.segments
 
     @property
     def samples_per_rank(self) -> int:
@@ -291,14 +295,17 @@ def batch_of(
 ) -> Batch:
     samples = config.flow.prompts_per_step * config.flow.group_size
     budget, parts = config.policy.tokens_per_micro_batch, config.objective.minibatches
+    segments = config.rollout.max_segments if config.rollout is not None else 1
 
     def micro_batches(length: int, group: GroupTokens) -> int:
         # Samples of one optimizer step on one replica.
         share = samples / parts / data_parallel
         if config.policy.sequence == "packed":
             # Packed rows hold samples without padding, and a shared prompt once.
-            return parts * math.ceil(share * (group.budgeted if group.shared else length) / budget)
-        return parts * math.ceil(share / max(1, budget // max(1, length)))
+            each = segments * (group.budgeted if group.shared else length)
+            return parts * math.ceil(share * each / budget)
+        # A sample is never divided, so all its sequences are rows of one micro-batch.
+        return parts * math.ceil(share / max(1, budget // max(1, segments * length)))
 
     half = response = longest // 2
     if config.rollout is None and lengths is not None:
@@ -317,6 +324,7 @@ def batch_of(
         response=response,
         micro_batches_half=micro_batches(half, GroupTokens.of(config, prompt, response)),
         micro_batches_full=micro_batches(longest, longest_group(config, longest, samples)),
+        segments=segments,
     )
 
 

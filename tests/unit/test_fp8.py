@@ -348,13 +348,17 @@ def test_a_rank_rounds_the_weights_of_its_own_experts_which_tensor_parallelism_d
 def test_rounded_weights_are_counted_for_each_micro_batch_in_flight(file):
     asked = "policy.fp8={recipe: tensorwise}"
     cut = ("policy.parallel.pipeline=2", "policy.parallel.ranks=2")
-    stages = plan(file, asked, *cut).ranks
+    whole = plan(file, asked, *cut).ranks
+    assert [stage.fp8 for stage in whole] == [2 * LAYER * 2] * 2, "one micro-batch"
+    # Several micro-batches from here on.
+    small = "policy.tokens_per_micro_batch=16"
+    stages = plan(file, asked, small, *cut).ranks
     # The first of two stages runs a second micro-batch before the first one's backward pass.
     assert [stage.fp8 for stage in stages] == [2 * 2 * LAYER * 2, 2 * LAYER * 2]
     assert memory(file, asked, "policy.recompute=full").fp8 == LAYER * 2
     ends, four = "policy.fp8.first_last_layers_bf16=1", "policy.parallel={ranks: 4, pipeline: 4}"
     in_flight = [0, 3, 2, 0]
-    stages = plan(file, asked, ends, four).ranks
+    stages = plan(file, asked, small, ends, four).ranks
     assert [stage.fp8 for stage in stages] == [count * LAYER * 2 for count in in_flight]
 
 

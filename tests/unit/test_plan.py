@@ -240,6 +240,9 @@ def test_virtual_stages_keep_more_layers_in_flight(tmp_path):
     file = write_run(tmp_path, num_hidden_layers=4)
     shape, _ = read_model(file.parent / "model")
     layout = ["policy.parallel.ranks=2", "policy.parallel.pipeline=2"]
+    # Rows whose bytes are proportional to their tokens, and 4 micro-batches of 2 samples.
+    layout += ["policy.sequence=packed", "policy.prefix_sharing=never"]
+    layout += ["policy.tokens_per_micro_batch=32"]
 
     def activations(*more: str) -> list[int]:
         config = load(file, [*layout, *more])
@@ -249,9 +252,9 @@ def test_virtual_stages_keep_more_layers_in_flight(tmp_path):
         ]
 
     plain, interleaved = activations(), activations("policy.parallel.virtual_pipeline=2")
-    # For 8 samples, the last stage's norm keeps its float32 input and its normalised input, and
-    # log-probs keep their hidden states.
-    last_norm = 8 * 16 * shape.hidden * (8 + 4)
+    # The last stage's norm keeps its float32 input and its normalised input, and log-probs keep
+    # their hidden states.
+    last_norm = 2 * 16 * shape.hidden * (8 + 4)
     assert plain[0] == 2 * (plain[1] - last_norm)
     interleaved[1] -= last_norm
     assert [4 * found // plain[0] for found in interleaved] == [5, 3]
@@ -464,7 +467,10 @@ def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
         (["rollout.max_context=65"], "rollout.max_context"),
         (["rollout.max_context=8"], "rollout.sampling.max_tokens"),
         (["policy.tokens_per_micro_batch=11"], "policy.tokens_per_micro_batch"),
-        (["policy.optimizer.lr=1e-5", "policy.optimizer.min_lr=1e-4"], "policy.optimizer.min_lr"),
+        (
+            ["policy.optimizer={lr: 1e-5, min_lr: 1e-4, schedule: linear}"],
+            "policy.optimizer.min_lr",
+        ),
         (["rollout.reward.name=nothing"], "rollout.reward.name"),
         (["rollout.vllm.blok_size=32"], "rollout.vllm.blok_size"),
         (["rollout.vllm.block_size=many"], "rollout.vllm.block_size"),
