@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -300,7 +301,8 @@ def init(
     for note in written.notes:
         print_text(f"note: {note}")
     files = " and ".join(map(str, written.files))
-    print_text(f"wrote {files}; next: mar plan {out}, then mar train {out}")
+    name = shlex.quote(str(out))
+    print_text(f"wrote {files}; next: mar plan {name}, then mar train {name}")
 
 
 @app.command()

@@ -217,7 +217,8 @@ class RolloutConfig(Strict):
     gpu_memory_utilization: Fraction = 0.85
     """Share of its GPU's memory that an engine uses."""
     max_context: PositiveInt | None = None
-    """Largest number of prompt and response tokens together; null uses the model's limit."""
+    """Largest number of prompt and response tokens together; null uses the model's limit. The
+    key-value cache of an engine must hold one sequence of this length."""
     start_timeout_s: PositiveFloat = 600.0
     """Time limit for the start of an engine, in seconds."""
     vllm: Mapping[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,4 +101,5 @@ def test_the_file_may_have_a_name_that_yaml_quotes(tmp_path, name):
     write_prompts(tmp_path / "train.jsonl")
     code, output = init(tmp_path, tmp_path / name)
     assert code == 0, output
+    assert f"mar train {shlex.quote(str(tmp_path / name))}" in output
     assert load(tmp_path / name).run.dir == tmp_path / "runs" / name.removesuffix(".yaml")
