@@ -283,27 +283,32 @@ def host_problems(
 
 
 def free_memory_problems(
-    config: Config, machine: Machine, device: Device, hosts: Sequence[HostMemory], node: int = 0
+    config: Config,
+    machine: Machine,
+    device: Device,
+    hosts: Sequence[HostMemory],
+    node: int = 0,
+    *,
+    idle: bool = False,
 ) -> list[Problem]:
     """Return the problem that this machine, number `node` of the run, has too little free memory
-    because other programs use it; or none."""
+    because other programs use it; or none. `idle`: assume that no other program runs."""
     here = next((host for host in hosts if host.first <= node < host.first + host.count), None)
     # The free memory of a described machine is unknown.
     if machine.free_memory is None or here is None:
         return []
+    available = machine.memory if idle else machine.free_memory
     # Free memory and the estimates are uncertain: a doubtful case is not refused.
     minimum = here.certain + (1 - DOUBT) * (here.total - here.certain)
-    if minimum <= machine.free_memory:
+    if minimum <= available:
         return []
-    return [
-        Problem(
-            key=KEY,
-            what=f"about {gib(here.total)} of host memory are needed, but only"
-            f" {gib(machine.free_memory)} are free; largest processes:"
-            f" {'; '.join(largest_processes())}",
-            fix=host_fix(config, device),
-        )
-    ]
+    what = f"about {gib(here.total)} of host memory are needed, but "
+    if idle:
+        what += f"the machine has {gib(available)}"
+    else:
+        what += f"only {gib(available)} are free; largest processes:"
+        what += f" {'; '.join(largest_processes())}"
+    return [Problem(key=KEY, what=what, fix=host_fix(config, device))]
 
 
 def _fix(

@@ -276,8 +276,8 @@ def _problems(text: str, answers: InitAnswers, out: Path) -> list[Problem]:
         )
     config = _loaded(text, out)
     plan = preflight(config, all_data=False, machine=machine)
-    # `mar train` checks the free memory, too; that of another machine is unknown.
-    crowded = free_memory_problems(config, machine, plan.device, plan.hosts)
+    # `mar train` checks the free memory, too. Programs that run now may have ended by then.
+    crowded = free_memory_problems(config, machine, plan.device, plan.hosts, idle=True)
     return [*plan.problems, *crowded]
 
 

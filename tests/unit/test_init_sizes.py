@@ -54,30 +54,31 @@ def test_the_context_of_a_cpu_config_fits_its_cache(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "tokens", "recompute"),
+    ("memory_gib", "tokens", "recompute"),
     [(60, 16384, "none"), (23, 8192, "none"), (16.5, 4096, "none"), (9.5, 2048, "full")],
 )
-def test_micro_batches_on_a_cpu_fit_the_free_memory(
-    tmp_path, monkeypatch, free_gib, tokens, recompute
+def test_micro_batches_on_a_cpu_fit_the_memory(
+    tmp_path, monkeypatch, memory_gib, tokens, recompute
 ):
     write_model(tmp_path / "model", max_position_embeddings=8192, **LAYERS)
     write_prompts(tmp_path / "train.jsonl")
-    machine = replace(IDLE, free_memory=int(free_gib * GIB))
+    # Other programs use most of the memory now.
+    machine = replace(IDLE, memory=int(memory_gib * GIB), free_memory=GIB)
     monkeypatch.setattr(new_config, "this_machine", lambda: machine)
     config = written(tmp_path)
     assert (config.policy.tokens_per_micro_batch, config.policy.recompute) == (tokens, recompute)
     plan = preflight(config, all_data=True, machine=machine)
     assert plan.problems == ()
-    assert free_memory_problems(config, machine, plan.device, plan.hosts) == []
+    assert free_memory_problems(config, machine, plan.device, plan.hosts, idle=True) == []
 
 
-def test_a_config_without_free_memory_is_not_written(tmp_path, monkeypatch):
+def test_a_config_that_the_memory_cannot_hold_is_not_written(tmp_path, monkeypatch):
     write_model(tmp_path / "model", max_position_embeddings=8192, **LAYERS)
     write_prompts(tmp_path / "train.jsonl")
-    monkeypatch.setattr(new_config, "this_machine", lambda: replace(IDLE, free_memory=GIB))
+    monkeypatch.setattr(new_config, "this_machine", lambda: replace(IDLE, memory=6 * GIB))
     code, output = init(tmp_path, tmp_path / "run.yaml")
     assert (code, "no layout fits" in output) == (2, True)
-    assert "host memory" in output
+    assert "of host memory are needed, but the machine has 6.0 GiB" in output
     assert not (tmp_path / "run.yaml").exists()
 
 
