@@ -175,9 +175,11 @@ def save(
         (unfinished / SHARDED).mkdir(parents=True)
 
     def commit(stored: dict[str, StoredFile]) -> None:
-        # The index of the blocks, and files of ranks without a block.
+        # The index of the blocks, and files of ranks without a block. Files of blocks have their
+        # digests, and are not read, because one may be larger than the memory.
         for path in (unfinished / SHARDED).iterdir():
-            stored.setdefault(f"{SHARDED}/{path.name}", StoredFile.of(path.read_bytes()))
+            if (name := f"{SHARDED}/{path.name}") not in stored:
+                stored[name] = StoredFile.of(path.read_bytes())
         for name, content in {"state.pt": payload, **(files or {})}.items():
             stored[name] = StoredFile.of(content)
             write_file(unfinished / name, content)

@@ -244,10 +244,16 @@ def memory(
     trained: Trained, resumed: Trained, directory: Path, samples, parallel: ParallelConfig
 ) -> dict:
     """Bytes that a rank allocates to save and to load, and what touches Adam's moments when weights
-    are exported and samples scored. own: of the moments that this rank writes and reads."""
+    are exported and samples scored. read: suffixes of the files that a save reads whole."""
     model, layout = trained.model, trained.layout
     with mock.patch.object(blocks, "BLOCK_BYTES", BLOCK):
-        with Allocations() as saving:
+        read, read_bytes = [], Path.read_bytes
+
+        def recorded(path: Path) -> bytes:
+            read.append(path.suffix)
+            return read_bytes(path)
+
+        with Allocations() as saving, mock.patch.object(Path, "read_bytes", recorded):
             trained.save(directory, 2)
         with Background("writing") as background, Allocations() as staging:
             trained.save(directory, 3, background=background)
@@ -259,6 +265,7 @@ def memory(
     parameters = [p for chunk in model.chunks for p in chunk.parameters()]
     return {
         "saving": saving.sizes,
+        "read": read,
         "staging": staging.sizes,
         "loading": loading.sizes,
         "touched": using.touched,
