@@ -46,6 +46,9 @@ PROCESS_BYTES = GIB
 """Estimated memory of a process on a GPU without its tensors: Python, CUDA and other libraries."""
 RANK_BYTES = GIB // 2
 """The same of a rank on a CPU, which shares libraries with the server from which it is forked."""
+KERNEL_BYTES = 3 * GIB // 10
+"""Estimated memory of the kernels that oneDNN compiles in a rank in bfloat16 on a CPU. They grow
+for the first tens of steps (benchmarks/results.md)."""
 ENGINE_BYTES = GIB
 """The same of an engine's process on a CPU, with vLLM's working memory except for the logits."""
 LOGIT_COPIES = 20
@@ -162,6 +165,8 @@ def _of_ranks(
     yield HostPart("offloaded moments and gradients", sum(one.offloaded for one in here))
     yield HostPart("copies for asynchronous checkpoints", sum(one.staged for one in here))
     each = RANK_BYTES if device == "cpu" else PROCESS_BYTES
+    if device == "cpu" and config.model.dtype == "bfloat16":
+        each += KERNEL_BYTES
     yield HostPart("processes of ranks", share * each, certain=False)
     launcher = LAUNCHER_BYTES + (CHAT_BYTES if config.data.as_chat else 0)
     yield HostPart("launcher", launcher, certain=False)

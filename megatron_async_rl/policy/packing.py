@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_async_rl.config.policy import KEYS_PER_TOKEN
+from megatron_async_rl.config.policy import KEYS_PER_TOKEN, PolicyConfig
 from megatron_async_rl.policy.attention import WHOLE, ContextParallelSlice
 from megatron_async_rl.policy.packed_sequences import PackedSequences
 from megatron_async_rl.samples.columns import spans
@@ -38,6 +38,11 @@ MICRO_BATCH_COSTS = (256, 128, 64, 32, 16)
 MAX_PADDING = 0.1
 """Share of padding in the computed tokens above which more micro-batches are used than their cost
 alone would justify."""
+
+KERNEL_TOKENS = 32
+"""Divisor of a packed row's length on a CPU in bfloat16. oneDNN compiles kernels for each number of
+rows of a matrix product and keeps them, so a process that meets other numbers in every step grows
+(benchmarks/results.md)."""
 
 CALL_COST = 64
 """Fixed cost of a call of attention, in filled tokens: see `Packed.pieces`."""
@@ -412,6 +417,16 @@ def _calls(
 
 LAYOUTS: dict[str, type[SequenceLayout]] = {"padded": Padded, "packed": Packed}
 """Layouts by the value of `policy.sequence`."""
+
+
+def row_divisor(config: PolicyConfig, *, dtype: str, device: str) -> int:
+    """Return the divisor of a row's length in tokens for a model of this dtype."""
+    divisor = config.row_multiple
+    if (device, dtype, config.sequence) != ("cpu", "bfloat16", "packed"):
+        return divisor
+    filled = math.lcm(divisor, KERNEL_TOKENS)
+    # Otherwise a sample as long as the budget would not fit.
+    return divisor if config.tokens_per_micro_batch % filled else filled
 
 
 def sequence_layout(

@@ -56,7 +56,7 @@ from megatron_async_rl.policy.optimizer import (
     load_masters,
     wrap_for_gradients,
 )
-from megatron_async_rl.policy.packing import sequence_layout
+from megatron_async_rl.policy.packing import row_divisor, sequence_layout
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.past_weights import MasterSnapshot, Snapshots, weight_displacement
 from megatron_async_rl.policy.references import (
@@ -181,7 +181,7 @@ class Policy:
             policy_config.tokens_per_micro_batch,
             sequence_layout(
                 policy_config.sequence,
-                policy_config.row_multiple,
+                row_divisor(policy_config, dtype=model_config.dtype, device=layout.device_type),
                 ContextParallelSlice(layout.cp_rank, layout.cp_size),
             ),
         )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
 from megatron_async_rl.objectives.batch import on_device
 from megatron_async_rl.objectives.objective import Denominators, Objective, StepTargets, whole_batch
 from megatron_async_rl.policy import batching
@@ -24,6 +25,7 @@ from megatron_async_rl.policy.packing import (
     Padded,
     Segments,
     cheapest_cut,
+    row_divisor,
 )
 from megatron_async_rl.policy.step import RecordedLoss
 from tests.cases import looped
@@ -454,3 +456,18 @@ def test_a_segment_lies_in_a_micro_batch_as_a_sample_of_its_own(layout):
     needed = sum(layout.round_up(np.array([one.total_length - 1]))[0] for one in alone[longest])
     with pytest.raises(SampleTooLong):
         planned(together, budget=needed - layout.multiple, sequences=layout)
+
+
+def test_packed_rows_in_bfloat16_on_a_cpu_have_few_lengths():
+    def divisor(dtype="bfloat16", device="cpu", budget=1024, sequence="packed", **parallel):
+        config = PolicyConfig(
+            sequence=sequence, tokens_per_micro_batch=budget, parallel=ParallelConfig(**parallel)
+        )
+        return row_divisor(config, dtype=dtype, device=device)
+
+    assert divisor() == 32
+    assert divisor(ranks=2, tensor=2) == 32
+    assert divisor(ranks=3, context=3, budget=960) == 96
+    # A sample of 1,000 tokens still fits.
+    assert divisor(budget=1000) == 1
+    assert divisor(dtype="float32") == divisor(device="cuda") == divisor(sequence="padded") == 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_async_rl.config.load import load
+from megatron_async_rl.plan.host import KERNEL_BYTES, RANK_BYTES
 from megatron_async_rl.plan.machine import CHIPS, GIB, Machine, described_machine
 from megatron_async_rl.plan.memory import engine_overhead, rank_memory
 from megatron_async_rl.plan.model_files import read_model
@@ -128,3 +130,15 @@ def test_the_reference_model_is_checked_before_the_start(tmp_path):
     (tmp_path / "same" / "model.safetensors").unlink()
     (weights,) = found("same").problems
     assert (weights.key, "no *.safetensors" in weights.what) == (key, True)
+
+
+def test_a_rank_in_bfloat16_on_a_cpu_has_room_for_compiled_kernels(tmp_path):
+    file = write_run(tmp_path)
+    machine = replace(LAPTOP, cpu_flags=frozenset({"amx_bf16"}))
+
+    def processes(*overrides: str) -> int:
+        (host,) = plan(file, *overrides, machine=machine).hosts
+        return next(part.size for part in host.parts if part.name == "processes of ranks")
+
+    assert processes("model.dtype=float32") == RANK_BYTES
+    assert processes("model.dtype=bfloat16") == RANK_BYTES + KERNEL_BYTES
