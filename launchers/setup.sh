@@ -73,12 +73,25 @@ with_uv 2>"$VENV/uv.log" || uv=()
 torch="$(grep '^torch==' requirements/cpu.txt)"
 from_cpu_index=(--index-url "$TORCH_CPU_INDEX")
 quickly=(--timeout 10 --retries 1) # an index that is out of reach must not hold up the set-up
+require_disk() { # gigabytes that the environment takes; a full disk would end the set-up minutes later
+  local free
+  free="$(df -P -B 1000000 "$VENV" | sed -n '2s/.* \([0-9]*\)  *[0-9]*% .*/\1/p')"
+  if [[ -n "$free" ]] && ((free < $1 * 1000)); then
+    cat >&2 <<MESSAGE
+setup: $VENV needs $1 GB, and its disk has $((free / 1000)).$((free % 1000 / 100)) GB free.
+Free space there, or choose a folder on a larger disk: make setup VENV=/path/to/folder
+MESSAGE
+    exit 1
+  fi
+}
 served() { # torch's CPU build, by pip's own sources or with more arguments; nothing is installed
   "${pip[@]}" --dry-run "$@" "$torch" >"$VENV/torch.log" 2>&1
 }
 if served; then
+  require_disk 5
   install "$torch"
 elif served "${quickly[@]}" "${from_cpu_index[@]}"; then
+  require_disk 5
   "${pip[@]}" "${from_cpu_index[@]}" "$torch" # a variable of uv for the index would precede this option
 else
   cat <<MESSAGE
@@ -86,6 +99,7 @@ Neither pip's configured index nor $TORCH_CPU_INDEX has $torch (pip's output: $V
 Installing the standard build of torch instead. It runs on a CPU, too, but needs $(grep -c '==' requirements/nvidia.txt) NVIDIA libraries:
 2.1 GB more to download and 3 GB more on disk. TORCH_CPU_INDEX=URL selects a mirror that has the CPU build.
 MESSAGE
+  require_disk 8
   install "${torch%+cpu}" -r requirements/nvidia.txt
 fi
 grep -vE '^(torch|uv)==' requirements/cpu.txt >"$VENV/others.txt"

@@ -44,6 +44,12 @@ esac
 """
 
 
+DF = """#!{bash}
+echo "Filesystem 1000000-blocks Used Available Capacity Mounted on"
+echo "map of a disk 252000 90000 ${{FREE_MB:-99000}} 90% /a folder"
+"""
+
+
 class Machine:
     """Environment of the set-up: interpreters, by path under `folder`, and the server of CPU
     torch."""
@@ -56,6 +62,8 @@ class Machine:
             found = shutil.which(tool)
             assert found
             (folder / "bin" / tool).symlink_to(found)
+        (folder / "bin" / "df").write_text(DF.format(bash=shutil.which("bash")))
+        (folder / "bin" / "df").chmod(0o755)
 
     def has(self, path: str, version: str, served: str = "") -> None:
         file = self.folder / path
@@ -156,6 +164,18 @@ def test_cpu_torch_is_taken_where_it_is_served(machine: Machine, served: str, ta
     asked = machine.asked.read_text()
     assert machine.set_up().returncode == 0
     assert machine.asked.read_text() == asked, "a second set-up has nothing to do"
+
+
+@pytest.mark.parametrize(("served", "needed"), [("configured", 5), ("index", 5), ("", 8)])
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_installed(
+    machine: Machine, served: str, needed: int
+) -> None:
+    machine.has("bin/python3.12", "3.12", served=served)
+    full = machine.set_up(FREE_MB=str(1000 * needed - 1))
+    assert full.returncode == 1
+    assert f"needs {needed} GB, and its disk has {needed - 1}.9 GB free" in full.stderr
+    assert not any("torch==" in line for line in machine.installs())
+    assert machine.set_up(FREE_MB=str(1000 * needed)).returncode == 0
 
 
 def test_every_requirement_but_torch_is_installed_at_once(machine: Machine) -> None:
