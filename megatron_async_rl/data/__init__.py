@@ -9,7 +9,13 @@ from megatron_async_rl.data.prompts import (
     read_set,
     read_training,
 )
-from megatron_async_rl.data.source import DataIdentity, PromptSource, SupervisedSource, fitting
+from megatron_async_rl.data.source import (
+    DataIdentity,
+    PromptSource,
+    SupervisedSource,
+    fitting,
+    supervised_source,
+)
 from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 __all__ = [
@@ -25,5 +31,6 @@ __all__ = [
     "read_prompts",
     "read_set",
     "read_training",
+    "supervised_source",
     "tokenizer_of",
 ]

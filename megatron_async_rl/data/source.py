@@ -27,6 +27,7 @@ import numpy as np
 
 from megatron_async_rl.config.durable import Digest
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.messages import TrainingConversation, loss_weight, response_text
 from megatron_async_rl.data.prompts import MixturePart, PromptSet
 from megatron_async_rl.data.tokenizer import Tokenizer, encode_rows
@@ -402,6 +403,19 @@ class SupervisedSource:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._order.load_state(state["order"])
         self._consumed = int(state["consumed"])
+
+
+def supervised_source(given: PromptSet, tokenizer: Tokenizer, config: Config) -> SupervisedSource:
+    """Return the source of a supervised run for rows that `fitting` returned."""
+    return SupervisedSource(
+        given.prompts,
+        tokenizer,
+        prompts_per_step=config.flow.prompts_per_step,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        max_context=None,
+        parts=given.parts,
+    )
 
 
 def _given(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[TrainingConversation]:

@@ -32,6 +32,7 @@ from megatron_async_rl.data import (
     log_too_long,
     read_set,
     read_training,
+    supervised_source,
     tokenizer_of,
 )
 from megatron_async_rl.data.canaries import canary_prompts
@@ -246,15 +247,7 @@ class GivenResponses:
         def source(read: PromptSet) -> SupervisedSource:
             given = fitting(read, tokenizer, config.data.max_tokens)
             log_too_long(given)
-            return SupervisedSource(
-                given.prompts,
-                tokenizer,
-                prompts_per_step=config.flow.prompts_per_step,
-                seed=config.run.seed,
-                shuffle=config.data.shuffle,
-                max_context=None,
-                parts=given.parts,
-            )
+            return supervised_source(given, tokenizer, config)
 
         self.ends = frozenset[int]()
         self._stop = config.run.dir / watch.STOP

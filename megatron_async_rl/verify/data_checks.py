@@ -13,7 +13,7 @@ from typing import Any
 from megatron_async_rl.config.problem import DataError, UserError, number_of
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import PromptSet, read_set, read_training
-from megatron_async_rl.data.source import DataIdentity, PromptSource, SupervisedSource, fitting
+from megatron_async_rl.data.source import DataIdentity, PromptSource, fitting, supervised_source
 from megatron_async_rl.data.tokenizer import Tokenizer, tokenizer_of
 from megatron_async_rl.flow.starts import Start
 from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer
@@ -125,15 +125,7 @@ def _identities(config: Config, read: PromptSet, tokenizer: Tokenizer) -> Sequen
             read.prompts, seed=config.run.seed, shuffle=config.data.shuffle, parts=read.parts
         ).identities
     given = fitting(read, tokenizer, config.data.max_tokens)
-    return SupervisedSource(
-        given.prompts,
-        tokenizer,
-        prompts_per_step=config.flow.prompts_per_step,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        max_context=None,
-        parts=given.parts,
-    ).identities
+    return supervised_source(given, tokenizer, config).identities
 
 
 def _sets(start: Start) -> dict[tuple[str, str], Any]:
