@@ -45,6 +45,7 @@ from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.resume import differences
+from megatron_async_rl.plan.totals import DiskNeed, disk_needs, study_disk_problems
 from megatron_async_rl.report.run_data import span
 from megatron_async_rl.watchdog.events import read_status
 from megatron_async_rl.watchdog.logs import find_cause
@@ -97,11 +98,16 @@ def outcome_of(run: StudyRun) -> StudyOutcome:
     return StudyOutcome(state="stopped", step=status.step, held_out=held_out)
 
 
-def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Config]:
-    """Return name -> config of every run, after checking each run and `jobs` runs at a time. Raises
+def check(
+    grid: Grid, runs: Sequence[StudyRun], *, jobs: int, again: Sequence[RunState]
+) -> dict[str, Config]:
+    """Return name -> config of every run, after checking each run, `jobs` runs at a time, and the
+    disk space of all runs that will start. `again`: states of runs that will start. Raises
     ConfigError with all problems, including every directory that belongs to other settings."""
     configs: dict[str, Config] = {}
     problems: dict[tuple[str, str], Problem] = {}
+    needs: list[DiskNeed] = []
+    writing = 0
     machine = this_machine()
     for run in runs:
         try:
@@ -120,7 +126,11 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
                 for one in differences(config)
                 if not one.is_move
             ]
-            found = [*found, *preflight(config, all_data=False, machine=machine).problems]
+            plan = preflight(config, all_data=False, machine=machine)
+            found = [*found, *plan.problems]
+            if plan.totals is not None and outcome_of(run).state in again:
+                needs += disk_needs(config, plan.totals)
+                writing += 1
             # Every run uses GPUs from GPU 0 on, so parallel runs would share them.
             if jobs > 1 and device_of(config, machine) == "cuda":
                 what = f"--jobs {jobs} would give the same GPUs to {jobs} runs at a time"
@@ -128,6 +138,9 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
         for one in found:
             # Report each problem once, because many runs of a study have the same problems.
             problems.setdefault((one.key, one.what), one)
+    # Finished runs keep their checkpoints, so the disk must hold those of all runs.
+    for one in study_disk_problems(needs, writing):
+        problems[one.key, one.what] = one
     if problems:
         raise ConfigError(f"{grid.base}, {len(runs)} runs", list(problems.values()))
     return configs
@@ -221,14 +234,16 @@ def study(
     grid = read_grid(path)
     runs = runs_of(grid, only)
     # Check all runs first: an error in the last one must not appear after hours of training.
-    configs = check(grid, runs, jobs=jobs)
+    again: list[RunState] = ["waiting", "stopped"]
+    if retry:
+        again.append("failed")
+    configs = check(grid, runs, jobs=jobs, again=again)
     active: list[_StartedRun] = []
     durations: list[float] = []
     forwarded = 0
     with ExitStack() as stack:
         lock = stack.enter_context(lock_run_dir(grid.runs, command="mar study", key="runs"))
         outcomes = {run.name: outcome_of(run) for run in runs}
-        again = ("waiting", "stopped", "failed") if retry else ("waiting", "stopped")
         remaining = [run for run in runs if outcomes[run.name].state in again]
         console.print(Text(f"{path}: {len(runs)} runs, {len(remaining)} to do"), soft_wrap=True)
         interrupts = stack.enter_context(deferred_signals())

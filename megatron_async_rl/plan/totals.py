@@ -138,12 +138,23 @@ def totals(
     )
 
 
-def free_disk_problems(config: Config, sums: Totals | None) -> list[Problem]:
-    """Return the problems of file systems that have too little free space for the checkpoints and
-    the exported model; or none. The samples' log, whose size is an upper limit, does not count, and
-    neither do checkpoints that exist."""
+@dataclass(frozen=True, kw_only=True)
+class DiskNeed:
+    """Bytes that a run will write to one folder."""
+
+    folder: Path
+    """The folder, or its nearest parent that exists. It may be a link to another disk."""
+    what: str
+    written: int
+    removed: int
+    """Bytes that the run removes there before it writes."""
+
+
+def disk_needs(config: Config, sums: Totals) -> list[DiskNeed]:
+    """Return the needs of a run: checkpoints and the exported model. The samples' log, whose
+    size is an upper limit, does not count, and neither do checkpoints that exist."""
     # A comparison of log-probs writes neither.
-    if sums is None or config.run.numerics is not None:
+    if config.run.numerics is not None:
         return []
     folder = config.run.dir
     saved = folder / CHECKPOINTS
@@ -156,22 +167,20 @@ def free_disk_problems(config: Config, sums: Totals | None) -> list[Problem]:
          saved.glob(UNFINISHED)),
         (folder, "the exported model", sums.export, folder.glob(UNFINISHED_EXPORT)),
     ]  # fmt: skip
-    disks: dict[int, list[tuple[Path, str, int, int]]] = {}
-    for path, what, needed, leftovers in needs:
-        # The folder may be missing, or a link to another disk.
-        here = next(each for each in (path, *path.parents) if each.exists())
-        disks.setdefault(here.stat().st_dev, []).append((here, what, needed, _size(leftovers)))
-    return [problem for parts in disks.values() for problem in _too_small(parts, sums)]
+    return [
+        DiskNeed(
+            folder=next(each for each in (path, *path.parents) if each.exists()),
+            what=what,
+            written=written,
+            removed=_size(leftovers),
+        )
+        for path, what, written, leftovers in needs
+    ]
 
 
-def _too_small(parts: Sequence[tuple[Path, str, int, int]], sums: Totals) -> list[Problem]:
-    """Return the problem of one file system; or none. parts: (folder, name of what it needs, size,
-    bytes that are removed before), all in bytes."""
-    disk = shutil.disk_usage(parts[0][0])
-    needed = sum(part for _, _, part, _ in parts)
-    free = disk.free + sum(removed for _, _, _, removed in parts)
-    # Some network file systems do not report their size.
-    if not disk.total or needed <= free:
+def free_disk_problems(config: Config, sums: Totals | None) -> list[Problem]:
+    """Return the problems of file systems that have too little free space for a run; or none."""
+    if sums is None:
         return []
     fixes = ["free space there", "set run.dir to a folder on a larger disk"]
     if sums.checkpoints > MIN_CHECKPOINTS:
@@ -179,11 +188,44 @@ def _too_small(parts: Sequence[tuple[Path, str, int, int]], sums: Totals) -> lis
     return [
         Problem(
             key="run.dir",
-            what=f"{_bytes(needed)} are needed for {' and '.join(what for _, what, _, _ in parts)},"
-            f" and the disk of {parts[0][0]} has {_bytes(free)} free",
+            what=f"{_bytes(needed)} are needed for {' and '.join(one.what for one in parts)},"
+            f" and the disk of {parts[0].folder} has {_bytes(free)} free",
             fix=f"{', '.join(fixes[:-1])}, or {fixes[-1]}",
         )
+        for parts, needed, free in _too_small(disk_needs(config, sums))
     ]
+
+
+def study_disk_problems(needs: Sequence[DiskNeed], runs: int) -> list[Problem]:
+    """Return the problems of file systems that have too little free space for what several runs
+    write and keep; or none."""
+    return [
+        Problem(
+            key="runs",
+            what=f"{_bytes(needed)} are needed for checkpoints and exported models of"
+            f" {number_of('run', runs)}, and the disk of {parts[0].folder} has {_bytes(free)} free",
+            fix="free space there, set `runs` to a folder on a larger disk, or select fewer runs"
+            " with --only",
+        )
+        for parts, needed, free in _too_small(needs)
+    ]
+
+
+def _too_small(needs: Sequence[DiskNeed]) -> list[tuple[list[DiskNeed], int, int]]:
+    """Return the needs of each file system that has too little free space, their bytes, and its
+    free bytes."""
+    disks: dict[int, list[DiskNeed]] = {}
+    for one in needs:
+        disks.setdefault(one.folder.stat().st_dev, []).append(one)
+    found = []
+    for parts in disks.values():
+        disk = shutil.disk_usage(parts[0].folder)
+        needed = sum(one.written for one in parts)
+        free = disk.free + sum(one.removed for one in parts)
+        # Some network file systems do not report their size.
+        if disk.total and needed > free:
+            found.append((parts, needed, free))
+    return found
 
 
 def _size(paths: Iterable[Path]) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +21,12 @@ from rich.console import Console
 
 from megatron_async_rl import study as study_module
 from megatron_async_rl.config.grid import read_grid, runs_of
+from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.yaml_tree import parse_value
 from megatron_async_rl.launch.run_lock import lock_run_dir
+from megatron_async_rl.plan.machine import this_machine
+from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.study import study
 from megatron_async_rl.watchdog.events import read_status
 from tests.thorough import thorough
@@ -436,6 +441,38 @@ def test_parallel_runs_on_the_same_gpus_are_refused(tmp_path: Path, stand_in: Pa
     with pytest.raises(UserError) as refused:
         run_study(grid, jobs=1)
     assert "--jobs" not in str(refused.value)
+
+
+def test_a_study_needs_disk_space_for_all_runs_that_will_start(
+    tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = write_grid(tmp_path, seeds=(1, 7))
+    # Plans of all four runs are equal: the settings differ in seed and lag.
+    config = load(tmp_path / "config.yaml", ["run.dir=study/other"])
+    sums = preflight(config, all_data=False, machine=this_machine()).totals
+    assert sums is not None
+    each = sums.checkpoints * sums.checkpoint + sums.export
+    usage = namedtuple("usage", "total used free")
+    free = [4 * each - 1]
+
+    def disk_usage(path: Path) -> object:
+        return usage(2**40, 0, 2**40 if str(path).startswith("/dev/shm") else free[0])
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    with pytest.raises(UserError) as refused:
+        run_study(grid)
+    (problem,) = refused.value.problems
+    assert problem.key == "runs"
+    assert "are needed for checkpoints and exported models of 4 runs, and the disk" in problem.what
+    assert not started(grid)
+    free[0] += 1
+    assert run_study(grid)[0] == 1
+    assert len(started(grid)) == 4
+    # Finished runs need no more space. A failed run needs it only if it starts again.
+    free[0] = 0
+    assert run_study(grid)[0] == 1
+    with pytest.raises(UserError, match="of 2 runs"):
+        run_study(grid, retry=True)
 
 
 def test_values_of_a_grid_reach_the_run_unchanged(tmp_path: Path) -> None:
