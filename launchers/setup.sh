@@ -43,7 +43,15 @@ fi
 
 python="$(find_python)"
 echo "Setting up $VENV with $("$python" --version) (once, a few minutes)"
-"$python" -m venv --clear "$VENV"
+made="$VENV/.made-by-setup"
+# The next command empties the folder, so it must be one of this script.
+if [[ -e "$VENV" && ! -e "$made" && -n "$(ls -A "$VENV")" ]] && ! compgen -G "$VENV/.ready-*" >/dev/null; then
+  echo "setup: $VENV exists and was not made by this script. Name a new folder, make setup VENV=/path/to/new/folder, or remove it" >&2
+  exit 1
+fi
+"$python" -m venv --clear --without-pip "$VENV"
+touch "$made" # before pip, which takes seconds: an interrupted set-up may begin again
+"$python" -m venv "$VENV"
 trap 'exit 130' INT # a Ctrl-C that pip handles must not lead to the next step
 trap 'exit 143' TERM
 pip=("$VENV/bin/python" -m pip -qq --disable-pip-version-check --no-input install --no-deps --progress-bar off)
@@ -75,11 +83,11 @@ from_cpu_index=(--index-url "$TORCH_CPU_INDEX")
 quickly=(--timeout 10 --retries 1) # an index that is out of reach must not hold up the set-up
 require_disk() { # gigabytes that the environment takes; a full disk would end the set-up minutes later
   local free
-  free="$(df -P -B 1000000 "$VENV" | sed -n '2s/.* \([0-9]*\)  *[0-9]*% .*/\1/p')"
+  free="$(df -P -B 1000000 "$VENV" 2>/dev/null | sed -n '2s/.* \([0-9]*\)  *[0-9]*% .*/\1/p' || true)"
   if [[ -n "$free" ]] && ((free < $1 * 1000)); then
     cat >&2 <<MESSAGE
 setup: $VENV needs $1 GB, and its disk has $((free / 1000)).$((free % 1000 / 100)) GB free.
-Free space there, or choose a folder on a larger disk: make setup VENV=/path/to/folder
+Free space there, or name a new folder on a larger disk: make setup VENV=/path/to/new/folder
 MESSAGE
     exit 1
   fi

@@ -18,11 +18,13 @@ TOOLS = (
     "cut",
     "dirname",
     "grep",
+    "ls",
     "mkdir",
     "realpath",
     "rm",
     "sed",
     "sha256sum",
+    "touch",
 )
 INTERPRETER = """#!{bash}
 echo "$0 $*" >> {asked}
@@ -36,6 +38,8 @@ case "$*" in
   *"torch=="*) [[ -z "${{INTERRUPTED:-}}" ]] || {{ kill -INT $PPID; exit 1; }} ;;&
   -c*) exec {real} -c "import sys; sys.version_info = ({numbers}); exec(sys.argv[1])" "$2" ;;
   --version) echo "Python {version}.0" ;;
+  "-m venv --clear"*) rm -rf "$VENV"; mkdir -p "$VENV" ;;
+  "-m venv"*) [[ -z "${{BROKEN_VENV:-}}" ]] || exit 1 ;;&
   "-m venv"*) mkdir -p "$VENV/bin"; cp "$0" "$VENV/bin/python" ;;
   *--dry-run*--index-url*) [[ " {served} " == *" index "* ]] ;;
   *--dry-run*) [[ " {served} " == *" configured "* ]] ;;
@@ -45,6 +49,7 @@ esac
 
 
 DF = """#!{bash}
+[[ -z "${{BROKEN_DF:-}}" ]] || exit 1
 echo "Filesystem 1000000-blocks Used Available Capacity Mounted on"
 echo "map of a disk 252000 90000 ${{FREE_MB:-99000}} 90% /a folder"
 """
@@ -176,6 +181,26 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_installed(
     assert f"needs {needed} GB, and its disk has {needed - 1}.9 GB free" in full.stderr
     assert not any("torch==" in line for line in machine.installs())
     assert machine.set_up(FREE_MB=str(1000 * needed)).returncode == 0
+    shutil.rmtree(machine.folder / "venv")
+    assert machine.set_up(BROKEN_DF="yes").returncode == 0, "unknown is not too small"
+
+
+def test_a_folder_that_is_no_environment_of_the_script_keeps_its_files(machine: Machine) -> None:
+    machine.has("bin/python3.12", "3.12", served="configured")
+    folder = machine.folder / "venv"
+    (folder / "photos").mkdir(parents=True)
+    refused = machine.set_up()
+    assert refused.returncode == 1
+    assert "exists and was not made by this script" in refused.stderr
+    assert (folder / "photos").is_dir()
+    (folder / "photos").rmdir()
+    assert machine.set_up(BROKEN_VENV="yes").returncode == 1
+    assert machine.set_up(INTERRUPTED="yes").returncode == 130
+    assert machine.set_up().returncode == 0, "an interrupted set-up begins again"
+    (folder / ".made-by-setup").unlink()
+    for ready in folder.glob(".ready-*"):
+        ready.rename(folder / ".ready-other")
+    assert machine.set_up().returncode == 0, "environments of earlier versions have no such file"
 
 
 def test_every_requirement_but_torch_is_installed_at_once(machine: Machine) -> None:
