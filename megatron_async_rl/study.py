@@ -139,7 +139,7 @@ def check(
             # Report each problem once, because many runs of a study have the same problems.
             problems.setdefault((one.key, one.what), one)
     # Finished runs keep their checkpoints, so the disk must hold those of all runs.
-    for one in study_disk_problems(needs, writing):
+    for one in study_disk_problems(needs, writing, jobs):
         problems[one.key, one.what] = one
     if problems:
         raise ConfigError(f"{grid.base}, {len(runs)} runs", list(problems.values()))

@@ -146,6 +146,9 @@ class DiskNeed:
     """The folder, or its nearest parent that exists. It may be a link to another disk."""
     what: str
     written: int
+    """Largest size at a time, without what exists already."""
+    kept: int
+    """Part of `written` that stays after the run."""
     removed: int
     """Bytes that the run removes there before it writes."""
 
@@ -160,22 +163,30 @@ def disk_needs(config: Config, sums: Totals) -> list[DiskNeed]:
     saved = folder / CHECKPOINTS
     # A new checkpoint is complete before the oldest is removed, so one more always needs space.
     missing = max(1, sums.checkpoints - len(steps(saved)))
-    # A new export is complete before an existing one is removed. A run removes what an interrupted
-    # one left before it writes the same.
-    needs = [
-        (saved, number_of("more checkpoint", missing), missing * sums.checkpoint,
-         saved.glob(UNFINISHED)),
-        (folder, "the exported model", sums.export, folder.glob(UNFINISHED_EXPORT)),
-    ]  # fmt: skip
+    staying = min(sums.checkpoints, max(config.checkpoint.keep, MIN_CHECKPOINTS - 1))
     return [
         DiskNeed(
-            folder=next(each for each in (path, *path.parents) if each.exists()),
-            what=what,
-            written=written,
-            removed=_size(leftovers),
-        )
-        for path, what, written, leftovers in needs
+            folder=_existing(saved),
+            what=number_of("more checkpoint", missing),
+            written=missing * sums.checkpoint,
+            kept=max(0, staying - len(steps(saved))) * sums.checkpoint,
+            # A run removes what an interrupted one left before it writes the same.
+            removed=_size(saved.glob(UNFINISHED)),
+        ),
+        DiskNeed(
+            folder=_existing(folder),
+            what="the exported model",
+            # A new export is complete before an existing one is removed.
+            written=sums.export,
+            kept=sums.export,
+            removed=_size(folder.glob(UNFINISHED_EXPORT)),
+        ),
     ]
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 def free_disk_problems(config: Config, sums: Totals | None) -> list[Problem]:
@@ -192,13 +203,13 @@ def free_disk_problems(config: Config, sums: Totals | None) -> list[Problem]:
             f" and the disk of {parts[0].folder} has {_bytes(free)} free",
             fix=f"{', '.join(fixes[:-1])}, or {fixes[-1]}",
         )
-        for parts, needed, free in _too_small(disk_needs(config, sums))
+        for parts, needed, free in _too_small(disk_needs(config, sums), jobs=0)
     ]
 
 
-def study_disk_problems(needs: Sequence[DiskNeed], runs: int) -> list[Problem]:
+def study_disk_problems(needs: Sequence[DiskNeed], runs: int, jobs: int) -> list[Problem]:
     """Return the problems of file systems that have too little free space for what several runs
-    write and keep; or none."""
+    keep, and for what `jobs` of them write at a time; or none."""
     return [
         Problem(
             key="runs",
@@ -207,20 +218,22 @@ def study_disk_problems(needs: Sequence[DiskNeed], runs: int) -> list[Problem]:
             fix="free space there, set `runs` to a folder on a larger disk, or select fewer runs"
             " with --only",
         )
-        for parts, needed, free in _too_small(needs)
+        for parts, needed, free in _too_small(needs, jobs=jobs)
     ]
 
 
-def _too_small(needs: Sequence[DiskNeed]) -> list[tuple[list[DiskNeed], int, int]]:
+def _too_small(needs: Sequence[DiskNeed], *, jobs: int) -> list[tuple[list[DiskNeed], int, int]]:
     """Return the needs of each file system that has too little free space, their bytes, and its
-    free bytes."""
+    free bytes. `jobs`: number of runs that write at a time; 0 for a single run."""
     disks: dict[int, list[DiskNeed]] = {}
     for one in needs:
         disks.setdefault(one.folder.stat().st_dev, []).append(one)
     found = []
     for parts in disks.values():
         disk = shutil.disk_usage(parts[0].folder)
-        needed = sum(one.written for one in parts)
+        # Of runs that write at different times only what they keep adds up.
+        extra = sorted((one.written - one.kept for one in parts), reverse=True)
+        needed = sum(one.kept for one in parts) + sum(extra[: jobs or None])
         free = disk.free + sum(one.removed for one in parts)
         # Some network file systems do not report their size.
         if disk.total and needed > free:

@@ -447,13 +447,20 @@ def test_a_study_needs_disk_space_for_all_runs_that_will_start(
     tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = write_grid(tmp_path, seeds=(1, 7))
+    tree = yaml.safe_load((tmp_path / "config.yaml").read_text()) | {
+        "run": {"dir": "out", "steps": 12},
+        "checkpoint": {"every": 3},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     # Plans of all four runs are equal: the settings differ in seed and lag.
     config = load(tmp_path / "config.yaml", ["run.dir=study/other"])
     sums = preflight(config, all_data=False, machine=this_machine()).totals
     assert sums is not None
-    each = sums.checkpoints * sums.checkpoint + sums.export
+    # Each run keeps two checkpoints, and each of two jobs writes a third one at a time.
+    assert sums.checkpoints == 3
+    needed = 4 * (2 * sums.checkpoint + sums.export) + 2 * sums.checkpoint
     usage = namedtuple("usage", "total used free")
-    free = [4 * each - 1]
+    free = [needed - 1]
 
     def disk_usage(path: Path) -> object:
         return usage(2**40, 0, 2**40 if str(path).startswith("/dev/shm") else free[0])
