@@ -294,7 +294,8 @@ def _second_moment(
         log = current[one.id] - one.mu
         for t in range(len(one.tokens)):
             harmful = float(one.advantage[t]) * float(log[t]) > 0
-            if one.mask[t] and (loss.get("candidates", "harmful") == "all" or harmful):
+            trained = one.mask[t] and one.factor[t] != 0
+            if trained and (loss.get("candidates", "harmful") == "all" or harmful):
                 places.append((float(log[t]) ** 2, one.id, t))
     places.sort(reverse=True)
     if loss.get("mode", "mask") == "mask":
@@ -330,6 +331,7 @@ def _searched_bounds(
             w = (current[one.id] - one.mu).clamp(-BOUND, BOUND).exp()
             a = one.advantage
             magnitude = torch.minimum(w * a, w.clamp(low, high) * a).abs() * one.mask
+            magnitude = magnitude * (one.factor != 0)
             positive += float(magnitude[a > 0].sum())
             total += float(magnitude.sum())
         return positive / total if total else 1.0

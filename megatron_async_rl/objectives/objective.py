@@ -332,9 +332,11 @@ class Objective:
         self._corrections: list[tuple[CorrectionMethod, Any]] = [
             (method_of(one), one) for one in config.corrections
         ]
-        # Denominators of kept tokens need every correction of the whole batch.
+        # Denominators of kept tokens, and decisions of a loss from log-probs, need every correction
+        # of the whole batch.
+        decides = "logp" in self._loss.needs(config.loss)
         self._correct_whole = config.renormalize or any(
-            method.whole(c) for method, c in self._corrections
+            decides or method.whole(c) for method, c in self._corrections
         )
         self.needs = self._needs()
         self.needs_again = self._of_a_step() & MOVING

@@ -134,3 +134,32 @@ def test_a_penalty_which_nothing_rejects_keeps_its_denominators(aggregation):
         assert (loss.rejected).any()
         terms.append(loss.terms["kl"])
     torch.testing.assert_close(terms[0], terms[1], rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("loss", ["m2po", "bapo"])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_rejected_tokens_have_no_influence_on_thresholds(loss, renormalize):
+    config = ObjectiveConfig.model_validate(
+        {
+            "loss": {"name": loss, "mode": "cap", "candidates": "all"} if loss == "m2po" else loss,
+            "advantage": "grpo",
+            "proximal": "recompute",
+            "corrections": [{"name": "reject", "statistic": "k2", "level": "token", "high": 2.0}],
+            "renormalize": renormalize,
+        }
+    )
+    batch, chosen = columns(ragged_batch()), Objective(config)
+    given = precomputed(batch, chosen.needs)
+    before = decided(chosen, batch, given)
+    # The mean of the group's rewards, and so the advantage, does not depend on log-probs.
+    outlier = {name: values.clone() for name, values in given.items()}
+    for values in outlier.values():
+        values[0] += 5.0
+    after = decided(chosen, batch, outlier)
+    assert after.whole.mask[0]
+    assert after.whole.kept()[0] == 0
+    without = {name: values.clone() for name, values in given.items()}
+    for values in without.values():
+        values[0] += 10.0
+    assert decided(chosen, batch, without).whole.decided.scalars == after.whole.decided.scalars
+    assert after.whole.decided.scalars != before.whole.decided.scalars

@@ -23,7 +23,8 @@ SLACK = 1e-6
 def decide_bapo(whole: TokenBatch, settings: BapoLoss) -> BatchDecision:
     """Return the bounds on the ratio and the share that they give. Without any advantage there is
     nothing to balance, and the result is the first bounds."""
-    trained = whole.mask > 0
+    # A rejected token does not train, so it has no influence on the bounds either.
+    trained = whole.kept() > 0
     weight, advantages = whole.log_weight().exp(), whole.advantages
     up, down = trained & (advantages > 0), trained & (advantages < 0)
     gain, gain_weight = advantages[up], weight[up]

@@ -32,7 +32,8 @@ def decide_m2po(whole: TokenBatch, settings: M2poLoss) -> BatchDecision:
     is no decision, and no number is logged.
     """
     log_weight = whole.logp - whole.logp_behavior
-    candidate = whole.mask > 0
+    # A rejected token does not train, so it has no influence on the threshold either.
+    candidate = whole.kept() > 0
     if settings.candidates == "harmful":
         candidate &= log_weight * whole.advantages > 0
     index = torch.nonzero(candidate).flatten()
