@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -250,6 +251,27 @@ class ChatTemplate:
         except Exception:  # noqa: BLE001 - a template is a program: it may raise anything
             return ""
 
+    @cached_property
+    def _left_out(self) -> frozenset[str]:
+        """Roles, of `system` and `tool`, whose messages the template leaves out. A template may
+        change a text, for example to JSON, but hardly a text of two letters and a digit."""
+        function = {"name": PROBE_NAME, "arguments": PROBE_ARGUMENTS}
+        call = {"id": "probe0000", "type": "function", "function": function}
+        called = self._written({"role": "assistant", "content": "", "tool_calls": [call]})
+        result = {"role": "tool", "name": PROBE_NAME, "tool_call_id": call["id"]}
+        probes: dict[str, list[Mapping[str, Any]]] = {
+            "system": [{"role": "system", "content": PROBE_ANSWER}, PROBE_QUESTION],
+            "tool": [PROBE_QUESTION, called, {**result, "content": PROBE_ANSWER}],
+        }
+        found = set()
+        for role, messages in probes.items():
+            # A template that raises reports the role itself.
+            with contextlib.suppress(Exception):
+                text = self._apply(messages, answer=True, tools=self._tools)
+                if PROBE_ANSWER not in text:
+                    found.add(role)
+        return frozenset(found)
+
     def _names(self, role: str) -> bool:
         """Return True if the template contains the role, or if the model has several templates."""
         template = self._template or self._backend.chat_template
@@ -262,6 +284,16 @@ class ChatTemplate:
         """Raise DataError for a message that the template leaves out because of its role, or whose
         tool calls the template does not write."""
         role, content = message.get("role"), message.get("content")
+        absent = not isinstance(content, str) or content.strip() not in text
+        # Both: a template may change a text, and it may write a role only with the tools of a row.
+        if content and absent and role in self._left_out:
+            raise DataError(
+                self._dir,
+                None,
+                f"has a chat template that leaves out messages of the role {role!r}",
+                "set data.chat_template to a template that writes them, or move the text into the"
+                " user's message",
+            )
         if role not in ROLES:
             left_out = isinstance(content, str) and content.strip() not in text
             # A template that writes any role would also write a misspelt one.

@@ -41,6 +41,7 @@ COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
     b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
 }
 """First bytes of compressed files -> name of the format."""
 

@@ -147,7 +147,19 @@ def located(
         return local
 
     config, generated = with_generated(config)
-    return _replaced(config, "", place), [*generated, *notes]
+    return _labelled(_replaced(config, "", place), config), [*generated, *notes]
+
+
+def _labelled(config: Config, named: Config) -> Config:
+    """Return `config` with the labels of the sources that the user named, if files of different
+    data sets have one name: labels must differ."""
+    sources = config.data.sources
+    if len({one.label for one in sources}) == len(sources):
+        return config
+    pairs = zip(sources, named.data.sources, strict=True)
+    labelled = tuple(one.model_copy(update={"name": was.label}) for one, was in pairs)
+    data = config.data.model_copy(update={"sources": labelled})
+    return config.model_copy(update={"data": data})
 
 
 def _is_data(key: str) -> bool:

@@ -74,11 +74,16 @@ def data_files(location: Path) -> list[Path]:
     files = sorted(set(_files_at(location)))
     if not files:
         raise DataError(location, None, *_nothing_in(location))
+    present = {file.resolve(): file for file in files if not file.is_symlink()}
     for file in files:
         try:
             file.stat()
         except OSError as error:
             raise unreadable(file, error) from error
+        # Names such as `latest` are links, and no row must be trained twice.
+        if file.is_symlink() and (same := present.get(file.resolve())):
+            what = f"contains {file.name}, a link to {same.name}: the same rows twice"
+            raise DataError(location, None, what, f"name one of them, such as {same}")
         if file.suffix.lower() not in ENDINGS:
             what = f"has the extension {file.suffix or '(none)'}, which is not a supported format"
             fix = NOT_READ.get(file.suffix.lower(), "rename it to the extension of its format")

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.config.visible_text import is_blank
 from megatron_async_rl.data.chat_template import PROBE_ANSWER, function_name, tool_calls_of
 from megatron_async_rl.data.files import no_duplicate_keys
 from megatron_async_rl.data.tokenizer import Tokenizer, content_of
@@ -455,23 +456,23 @@ def response_text(file: Path | str, place: int | None, value: Any) -> str:
     answers as integers; rewards treat both alike. Raises DataError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if isinstance(value, str):
+    # An empty one would train the policy to end every such response at once.
+    if isinstance(value, str) and not is_blank(value):
         return value
-    fix = "add a `response` text to every row for `loss: sft`, or name its column: data.answer_key"
+    fix = "write one for `loss: sft`, name its column with data.answer_key, or remove the row"
     raise DataError(file, place, f"`response` is {value!r:.80}", fix)
 
 
 def loss_weight(file: Path | str, place: int | None, fields: Mapping[str, Any]) -> float:
     """Return the loss weight of a row with a given response. Raises DataError."""
     weight = fields.get("weight", 1.0)
-    if isinstance(weight, str):  # cells of CSV are text
-        with contextlib.suppress(ValueError):
+    if isinstance(weight, (str, int)) and not isinstance(weight, bool):  # cells of CSV are text
+        with contextlib.suppress(ValueError, OverflowError):
             weight = float(weight)
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if not is_number or not 0 <= weight < float("inf"):
+    if not isinstance(weight, float) or not 0 <= weight < float("inf"):
         fix = "set it to a finite number >= 0, or remove it"
-        raise DataError(file, place, f"`weight` is {weight!r}", fix)
-    return float(weight)
+        raise DataError(file, place, f"`weight` is {weight!r:.80}", fix)
+    return weight
 
 
 def _trained(file: Path, place: int, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -307,11 +307,20 @@ def _identity(
     given = values.get("id")
     if given == "":  # an empty cell of CSV
         given = None
+    # pandas writes whole numbers as floats if the column has gaps.
+    if isinstance(given, float) and given.is_integer():
+        given = int(given)
     if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
         fix = "write text or a whole number"
         raise DataError(file, place, f"`id` is {a_kind(given)}", fix)
     # Use the file's name, not its path, so that ids stay the same if a data folder is moved.
     name = f"{file.name}:{place}" if given is None else str(given)
+    if given is None:
+        # Files in several folders may have one name.
+        for folder in file.absolute().parents:
+            if name not in places:
+                break
+            name = f"{folder.name}/{name}"
     if not is_unicode(name):
         what = f"`id` {name!r} is not valid Unicode"
         raise DataError(file, place, what, "use other characters")

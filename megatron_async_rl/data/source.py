@@ -172,6 +172,9 @@ class Mixture:
         identities: Sequence[DataIdentity] = (),
     ) -> None:
         self._parts = tuple(parts)
+        if len({part.label for part in parts}) < len(self._parts):
+            # The saved position has one entry per label.
+            raise ValueError(f"labels of a mixture differ, not {[part.label for part in parts]}")
         self._identities = tuple(identities) or (None,) * len(self._parts)
         self._orders = [Order(part.count, seed=seed, shuffle=shuffle) for part in parts]
         # Exact fractions, so that rounding does not affect the choice of the next part.

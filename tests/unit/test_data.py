@@ -213,6 +213,10 @@ def test_a_folder_with_unsupported_data_files_is_refused(tmp_path: Path) -> None
     (tmp_path / "links" / "a.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"links/a.jsonl: cannot be read: No such file"):
         read(tmp_path / "links")
+    (tmp_path / "links" / "a.jsonl").unlink()
+    (tmp_path / "links" / "a.jsonl").symlink_to("a.jsonl")
+    with pytest.raises(DataError, match=r"links/a.jsonl: cannot be read: Too many levels"):
+        read(tmp_path / "links")
     with pytest.raises(DataError, match="contains no data file, only folders: ") as caught:
         read(tmp_path)
     assert "name one of the folders" in caught.value.fix
@@ -693,6 +697,25 @@ def test_a_role_that_the_template_leaves_out_is_refused_with_the_nearest(tmp_pat
     assert (caught.value.line, caught.value.fix[:21]) == (2, "did you mean 'user'? ")
 
 
+def test_a_template_without_system_or_tool_messages_is_refused(tmp_path: Path) -> None:
+    """Otherwise data.system_prompt, for example, would have no effect."""
+    template = (
+        "{% for m in messages if m.role in ('assistant', 'user') %}<{{ m.content }}>{% endfor %}"
+        "{% if add_generation_prompt %}:{% endif %}"
+    )
+    tokenizer = characters(tmp_path / "model", template)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    tool = {"role": "tool", "content": "42 degrees", "tool_call_id": "c"}
+    for role, messages in {
+        "system": [{"role": "system", "content": "In French."}, *asks("a")],
+        "tool": [*asks("a")[:1], {"role": "assistant", "content": "f", "tool_calls": [call]}, tool],
+    }.items():
+        as_jsonl(tmp_path / "d.jsonl", [{"prompt": messages}])
+        data = DataConfig.model_validate({"train": tmp_path / "d.jsonl"})
+        with pytest.raises(DataError, match=f"leaves out messages of the role '{role}'"):
+            read_training(data, tokenizer)
+
+
 def test_a_prompt_that_ends_with_an_answer_is_refused(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     as_parquet(tmp_path / "d.parquet", [{"messages": turns}])
@@ -986,6 +1009,44 @@ def test_no_part_is_ever_a_whole_prompt_from_its_share(
             share = weight / sum(w for _, w in parts) * total
             assert given[index] < share + 1, "never a whole prompt ahead"
             assert given[index] > share - len(parts), "and never far behind"
+
+
+def test_a_mixture_needs_labels_that_differ() -> None:
+    parts = [MixturePart(label="a", count=2), MixturePart(label="a", count=3)]
+    with pytest.raises(ValueError, match="labels of a mixture differ"):
+        Mixture(parts, seed=0, shuffle=False)
+
+
+def test_files_of_one_name_in_several_folders_have_different_ids(tmp_path: Path) -> None:
+    for folder in ("en", "fr"):
+        (tmp_path / folder).mkdir()
+        as_jsonl(tmp_path / folder / "a.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    found = read(tmp_path, train=tmp_path / "{en,fr}" / "a.jsonl")
+    assert [one.id for one in found.prompts] == [
+        *("a.jsonl:1", "a.jsonl:2"),
+        *("fr/a.jsonl:1", "fr/a.jsonl:2"),
+    ]
+
+
+def test_a_link_to_a_file_of_the_same_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    as_jsonl(folder / "v3.jsonl", [{"prompt": "a"}])
+    (folder / "latest.jsonl").symlink_to("v3.jsonl")
+    with pytest.raises(DataError, match=r"latest.jsonl, a link to v3.jsonl: the same rows twice"):
+        read(tmp_path, train=folder)
+    (folder / "v3.jsonl").rename(tmp_path / "v3.jsonl")
+    (folder / "latest.jsonl").unlink()
+    (folder / "latest.jsonl").symlink_to(tmp_path / "v3.jsonl")
+    assert len(read(tmp_path, train=folder).prompts) == 1
+
+
+def test_an_id_may_be_a_whole_number_that_is_stored_as_a_float(tmp_path: Path) -> None:
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "id": 1.0}, {"prompt": "b", "id": "x"}])
+    assert [one.id for one in read(tmp_path).prompts] == ["1", "x"]
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "id": 1.5}])
+    with pytest.raises(DataError, match="`id` is a number"):
+        read(tmp_path)
 
 
 def test_a_mixture_continues_only_with_the_same_sources() -> None:

@@ -125,11 +125,28 @@ def test_a_source_added_later_has_the_newest_commit(tmp_path: Path, cache: Path)
     assert [one.path.parent.name for one in found.data.sources] == [OLD, NEW]
 
 
+def test_sources_of_different_data_sets_keep_different_labels(tmp_path: Path, cache: Path) -> None:
+    for folder in (cached(cache, "datasets", OLD), cache / "datasets--me--other/snapshots" / OLD):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "README.md").write_text("# A data set")
+        write_prompts(folder / "train.jsonl")
+    (cache / "datasets--me--other" / "refs").mkdir()
+    (cache / "datasets--me--other" / "refs" / "main").write_text(OLD)
+    entries = ", ".join(f"{{path: 'hf://datasets/me/{one}'}}" for one in ("tiny", "other"))
+    config = run_of(tmp_path, "data.train=null", f"data.sources=[{entries}]")
+    found, _ = located(config)
+    assert [one.path.name for one in found.data.sources] == ["train.jsonl", "train.jsonl"]
+    assert [one.label for one in found.data.sources] == ["tiny", "other"]
+    # The ranks of a run read this file.
+    (tmp_path / "located.yaml").write_text(dump(found))
+    assert [one.label for one in load(tmp_path / "located.yaml").data.sources] == ["tiny", "other"]
+
+
 def test_a_study_finds_the_models_of_its_runs_on_a_hub(tmp_path: Path, cache: Path) -> None:
     snapshot = write_model(cached(cache, "models", OLD))
     grid = read_grid(write_grid(tmp_path))
     grid.base.write_text(grid.base.read_text().replace("path: model", "path: hf://me/tiny"))
-    configs = study.check(grid, runs_of(grid), jobs=1)
+    configs = study.check(grid, runs_of(grid), jobs=1, again=["waiting"])
     assert {config.model.path for config in configs.values()} == {snapshot}
 
 

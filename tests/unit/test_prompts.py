@@ -302,6 +302,8 @@ def test_held_out_responses_come_once_and_move_no_position() -> None:
         ({}, "`response` is None"),
         ({"response": 3.5}, "`response` is 3.5"),
         ({"response": True}, "`response` is True"),
+        ({"response": " "}, "`response` is ' '"),
+        ({"response": "a", "weight": 10**400}, "`weight` is 1000"),
         ({"response": "a", "weight": -1}, "`weight` is -1"),
         ({"response": "a", "weight": "heavy"}, "`weight` is 'heavy'"),
         ({"response": "a", "weight": 0}, "every `weight` is 0"),
