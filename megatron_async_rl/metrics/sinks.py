@@ -220,7 +220,10 @@ def _unavailable(host: str, port: int, error: OSError) -> UserError:
 
 def gauge_name(key: str) -> str:
     """Return the Prometheus name of a key: `lag/start_max` -> `mar_lag_start_max`."""
-    return "mar_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
+    # Parts and sets may have characters that Prometheus lacks; each becomes its own code point, so
+    # that different keys have different names.
+    escaped = re.sub(r"[^a-zA-Z0-9_/@]", lambda one: f"_u{ord(one[0]):x}_", key)
+    return "mar_" + re.sub(r"[/@]", "_", escaped)
 
 
 def _histogram(counts: Sequence[float], *, doubling: bool) -> HistogramProto:

@@ -1138,3 +1138,10 @@ def test_a_process_that_is_killed_before_it_connects_ends_without_its_socket() -
 
     asyncio.run(check())
     assert sent == [("kill", 3)]
+
+
+@pytest.mark.parametrize("name", ["", "errors/timeouts"])
+def test_a_measured_name_that_no_metric_can_contain_is_refused(name: str) -> None:
+    """The metric of the step would end the run after the step has trained."""
+    with pytest.raises(ValueError, match="cannot name a measured value"):
+        checked_step(EpisodeStep(measured={name: 1.0}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import socket
 import urllib.error
 import urllib.request
@@ -118,3 +119,11 @@ def test_the_error_for_a_port_in_use_names_the_config_key(tmp_path: Path) -> Non
             match=rf"observe\.prometheus_port\n  cannot listen on port {port}: Address already in",
         ):
             MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=port)
+
+
+def test_names_of_parts_that_differ_have_gauges_that_differ() -> None:
+    names = ("数学", "语文", "a-b", "a_b", "a.b")
+    gauges = {gauge_name(f"reward/part/{name}") for name in names}
+    assert len(gauges) == len(names)
+    assert all(re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", gauge) for gauge in gauges)
+    assert gauge_name("eval/pass@4") == "mar_eval_pass_4"

@@ -270,6 +270,10 @@ def checked_step(step: Any) -> dict[str, Any]:
         str(name).encode(errors="backslashreplace").decode(): float(value)
         for name, value in step.measured.items()
     }
+    for name in measured:
+        # The metrics `reward/part/NAME` and `eval/part/NAME` contain it.
+        if not name or "/" in name:
+            raise ValueError(f"{name!r:.80} cannot name a measured value: it is empty, or has a /")
     for name, value in {"the reward": reward, **measured}.items():
         require_finite(value, f"{name} of a step")
     flags = {"done": step.done, "train": step.train}
