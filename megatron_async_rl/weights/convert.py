@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,7 +163,7 @@ def _write_weights(buckets: Iterator[Bucket], directory: Path) -> str:
     files: list[list[str]] = []
     held: dict[str, Tensor] = {}
     size = total = 0
-    dtype = ""
+    bytes_of: Counter[str] = Counter()
 
     def flush() -> None:
         nonlocal size
@@ -177,13 +178,15 @@ def _write_weights(buckets: Iterator[Bucket], directory: Path) -> str:
             assert tensor is not None
             # A copy, because a bucket's tensor may be the live parameter, or a part of it.
             held[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            bytes_of[str(tensor.dtype).removeprefix("torch.")] += held[name].nbytes
             size += held[name].nbytes
             total += held[name].nbytes
         if size >= FILE_BYTES:
             flush()
     if held:
         flush()
+    # Parameters may differ: a model's router or norms may be float32.
+    dtype = bytes_of.most_common(1)[0][0] if bytes_of else ""
     if len(files) == 1:
         os.rename(directory / "part-0.safetensors", directory / "model.safetensors")
         return dtype
