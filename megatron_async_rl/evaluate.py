@@ -44,7 +44,7 @@ from megatron_async_rl.flow.evaluation import (
 )
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
 from megatron_async_rl.flow.router import Listener
-from megatron_async_rl.plan.layout import Device, device_of
+from megatron_async_rl.plan.layout import Device, device_of, engine_size_problems, engines_here
 from megatron_async_rl.plan.layout_problems import head_size_problems
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
@@ -155,16 +155,20 @@ def resolve(
         )
     # A checkpoint has no tokenizer, so use that of the model from which the run started.
     model = named if target.checkpoint is None else config.model.path
+    machine = this_machine()
+    device = device_of(config, machine)
+    # A run may have engines on several machines; those of an evaluation are all on this one.
+    engines = engines_here(rollout, device, machine)
     return EvalJob(
         target=target,
         model=model,
         dtype=config.engine_dtype,
         data=config.data,
-        rollout=rollout,
+        rollout=rollout.model_copy(update={"engines": engines}),
         sets=sets,
         held_out=_held_out(target, config, rollout, model, sets),
         seed=config.run.seed,
-        device=device_of(config, this_machine()),
+        device=device,
         timeout_s=config.watchdog.timeout_s,
         responses=responses,
     )
@@ -267,7 +271,10 @@ def _held_out(
     shape, problems = read_model(model)
     if shape is not None:
         # vLLM would detect this problem only at the first request.
-        problems += head_size_problems(shape, device_of(config, this_machine()), rollout.vllm)
+        machine = this_machine()
+        device = device_of(config, machine)
+        problems += head_size_problems(shape, device, rollout.vllm)
+        problems += engine_size_problems(rollout, device, machine)
     if shape is None or problems:
         raise ConfigError(str(target.named), problems)
     limit = context_limit(config, shape)

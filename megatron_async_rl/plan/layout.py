@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_async_rl.config.problem import number_of
+from megatron_async_rl.config.problem import Problem, number_of
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
@@ -36,6 +37,28 @@ def device_of(config: Config, machine: Machine) -> Device:
         # The machine of the plan decides, which need not be this one.
         return "cuda" if machine.gpus else "cpu"
     return config.policy.device
+
+
+def engines_here(rollout: RolloutConfig, device: Device, machine: Machine) -> int:
+    """Return how many of the engines fit on `machine`, each with GPUs of its own; 0 if it has too
+    few GPUs for one."""
+    if device != "cuda":
+        return rollout.engines
+    return min(rollout.engines, len(machine.gpus) // rollout.workers)
+
+
+def engine_size_problems(rollout: RolloutConfig, device: Device, machine: Machine) -> list[Problem]:
+    """Return the problem of engines with more workers than `machine` has GPUs, or none."""
+    if engines_here(rollout, device, machine):
+        return []
+    return [
+        Problem(
+            key="rollout.tensor",
+            what=f"an engine needs {number_of('GPU', rollout.workers)}, and this machine has"
+            f" {len(machine.gpus)}",
+            fix="set a smaller rollout.tensor or rollout.pipeline, or use a larger machine",
+        )
+    ]
 
 
 def rank_environment(config: Config, machine: Machine) -> dict[str, str]:

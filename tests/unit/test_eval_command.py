@@ -21,6 +21,7 @@ from rich.console import Console
 from megatron_async_rl import evaluate as evaluate_module
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.evaluate import EvalJob, EvaluationFailed, resolve
+from megatron_async_rl.plan.machine import GIB, Gpu, Machine
 from megatron_async_rl.report import progress as progress_module
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
 from megatron_async_rl.report.responses_file import write_responses
@@ -406,3 +407,23 @@ def test_engines_import_while_a_checkpoint_is_converted_unless_they_cannot_be_fo
         evaluate_module.run(job, RecordedConsole())
     expected = ["imports", "converted", "samples"] if imported else ["converted", "samples"]
     assert happened == expected
+
+
+def test_as_many_engines_start_as_fit_the_gpus_of_this_machine(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on(gpus: int) -> None:
+        gpu = Gpu(name="H100", memory=80 * GIB, capability=(9, 0))
+        machine = Machine(cores=8, memory=64 * GIB, shared_memory=GIB, gpus=(gpu,) * gpus)
+        monkeypatch.setattr(evaluate_module, "this_machine", lambda: machine)
+
+    wanted = ["policy.device=cuda", "rollout.engines=8", "rollout.tensor=2"]
+    for gpus, engines in ((8, 4), (16, 8), (32, 8), (3, 1)):
+        on(gpus)
+        assert resolved(run / "checkpoint", *wanted).rollout.engines == engines
+    on(1)
+    message = refusal(run / "checkpoint", *wanted)
+    assert "rollout.tensor" in message
+    assert "an engine needs 2 GPUs, and this machine has 1" in message
+    on(0)
+    assert resolved(run / "checkpoint", "rollout.engines=3").rollout.engines == 3, "on a CPU"
