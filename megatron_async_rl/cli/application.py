@@ -5,6 +5,7 @@ Invariant: a user error ends any command with one screen and exit code 2, never 
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -20,6 +21,9 @@ from megatron_async_rl.config.durable import reason
 from megatron_async_rl.config.problem import UserError
 
 USER_ERROR = 2
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a write if the disk is full, the user's share of it is used up, or a file exceeds the
+largest size that is permitted."""
 PIPE_WIDTH = 140
 NAME_A_RUN = "name a run directory, the `run.dir` of its config"
 
@@ -35,14 +39,15 @@ class Commands(TyperGroup):
             print_error(error)
             raise typer.Exit(USER_ERROR) from None
         except OSError as error:
-            # The caller of last resort: an error without a file, such as a socket's, is not the
-            # user's.
-            # errno errors without a file come from sockets and pipes: a bug or the system, not the
-            # request.
-            if error.filename is None:
+            # A write to a full disk fails without the name of the file. Other errors without a file
+            # come from sockets and pipes: a bug or the system, not the request.
+            if error.filename is None and error.errno not in FULL:
                 raise
             fix = "check the file, its folder and their permissions, or name another one"
-            print_error(UserError.of(os.fsdecode(error.filename), reason(error), fix))
+            if error.errno in FULL:
+                fix = "free space on its disk, raise the limit of file sizes, or name another file"
+            named = os.fsdecode(error.filename) if error.filename else "a file of this command"
+            print_error(UserError.of(named, reason(error), fix))
             raise typer.Exit(USER_ERROR) from None
 
 

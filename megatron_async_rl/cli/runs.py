@@ -319,7 +319,13 @@ def examples(
             fix = "name a new folder: mar examples FOLDER"
             raise UserError.of("FOLDER", f"{folder / part.name} exists", fix)
     ignored = shutil.ignore_patterns("generated", "__pycache__")
-    shutil.copytree(SHARE, folder, ignore=ignored, dirs_exist_ok=True)
+    try:
+        shutil.copytree(SHARE, folder, ignore=ignored, dirs_exist_ok=True)
+    except shutil.Error as error:
+        # It lists every file that could not be copied: (source, target, reason).
+        _, target, why = error.args[0][0]
+        fix = "check space and permissions there, or name another folder: mar examples FOLDER"
+        raise UserError.of("FOLDER", f"{target} was not written: {why}", fix) from error
     print_text(f"wrote {', '.join(str(folder / part.name) for part in sorted(SHARE.iterdir()))}")
 
 

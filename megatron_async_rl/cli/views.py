@@ -183,8 +183,9 @@ def simulate(
         bool, typer.Option("--grow", help="With --gpus: scale prompts_per_step with the GPUs.")
     ] = False,
     hardware: Annotated[
-        str, typer.Option(metavar="NAME", help="`h100`, `h200`, `b200` or `a100`.")
-    ] = "h100",
+        str | None,
+        typer.Option(metavar="NAME", help="`h100` (default), `h200`, `b200` or `a100`."),
+    ] = None,
     assume: Annotated[
         list[str] | None,
         typer.Option("--assume", metavar="KEY=VALUE", help="Override a value of that hardware."),
@@ -204,19 +205,22 @@ def simulate(
 
     # Checked before the config and its model are read.
     ratios = _numbers(async_ratio, "--async-ratio", 0.0)
-    counts = [int(one) for one in _numbers(gpus, "--gpus", 2.0)]
+    counts = [int(one) for one in _numbers(gpus, "--gpus", 2.0, whole=True)]
     loaded, _ = located(load(config, overrides or ()), weights=False)
     if measured_in:
         # Measured rates belong to one division of one machine.
-        if counts or assume:
-            key, what = (
-                "--gpus" if counts else "--assume",
-                "applies to assumed rates, and --from uses a run's",
-            )
-            raise UserError.of(key, what, "leave one of the two out")
+        others = {"--gpus": bool(counts), "--assume": bool(assume), "--hardware": bool(hardware)}
+        for key, given in others.items():
+            if given:
+                what = "applies to assumed rates, and --from uses a run's"
+                raise UserError.of(key, what, "leave one of the two out")
+    for key, given in (("--grow", grow), ("--out", out is not None)):
+        if given and not counts:
+            raise UserError.of(key, "applies to --gpus", f"add --gpus, or leave {key} out")
+    if measured_in:
         predict_from_run(loaded, measured_in, ratios, steps, seed, console())
         return
-    stated = assumed(hardware, assume or ())
+    stated = assumed(hardware or "h100", assume or ())
     predict_from_hardware(
         loaded, stated, ratios, counts, steps, seed, console(), grow=grow, out=out
     )
@@ -310,7 +314,9 @@ def samples(
         int | None,
         typer.Option("--random", metavar="K", min=1, help="K samples drawn with --seed."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of --random.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Seed of --random; default: 0.")
+    ] = None,
     held_out: Annotated[
         bool, typer.Option("--eval", help="Samples of held-out evaluation instead of training.")
     ] = False,
@@ -322,8 +328,10 @@ def samples(
     the newest few."""
     from megatron_async_rl.report.samples import SampleQuery, choose, print_samples
 
+    if seed is not None and random is None:
+        raise UserError.of("--seed", "applies to --random", "add --random K, or leave --seed out")
     wanted = SampleQuery(
-        step=step, worst=worst, best=best, random=random, seed=seed, held_out=held_out
+        step=step, worst=worst, best=best, random=random, seed=seed or 0, held_out=held_out
     )
     # Reads the log only, so it is safe while the run continues.
     print_samples(choose(run, wanted), console(), as_json=as_json)
@@ -448,6 +456,9 @@ def doctor(
     """Check this installation and report what each missing part provides. Exit code 1 if a required
     part is missing."""
     if models:
+        for key, given in (("--json", as_json), ("--fix-hints", fix_hints)):
+            if given:
+                raise UserError.of(key, "does not apply to --models", "leave one of the two out")
         from megatron_async_rl.plan.doctor import show_families
 
         show_families(console())
@@ -457,7 +468,7 @@ def doctor(
     raise typer.Exit(show(examine(), console(), fix_hints=fix_hints, as_json=as_json))
 
 
-def _numbers(text: str, option: str, minimum: float) -> list[float]:
+def _numbers(text: str, option: str, minimum: float, *, whole: bool = False) -> list[float]:
     """Numbers of a comma-separated list, smallest first. Raises UserError."""
     try:
         # Sorted and distinct: curves are drawn over them.
@@ -465,7 +476,8 @@ def _numbers(text: str, option: str, minimum: float) -> list[float]:
     except ValueError:
         found = [-1.0]
     # Also refuses nan, which no comparison accepts.
-    if not all(minimum <= one < float("inf") for one in found):
-        what = f"{text!r} is not a list of numbers from {minimum:g} on"
+    if not all(minimum <= one < float("inf") and (one.is_integer() or not whole) for one in found):
+        kind = "whole numbers" if whole else "numbers"
+        what = f"{text!r} is not a list of {kind} from {minimum:g} on"
         raise UserError.of(option, what, "write such as 64,256")
     return found

@@ -43,8 +43,11 @@ def write_file(path: Path, content: str | bytes) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     # Clean up on Ctrl-C, too: a left-over file looks like the file of another writer.
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        # A write to a full disk fails without the name of the file.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)
         raise
     # The rename changes the folder, so the folder needs a sync of its own.
     sync(path.parent)

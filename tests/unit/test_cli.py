@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from typer.testing import CliRunner
 from megatron_async_rl import cli
 from megatron_async_rl.cli import runs
 from tests.cases import looped
+from tests.written_run import write_run
 
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 FILE = """
@@ -67,6 +71,33 @@ def test_examples_are_never_written_over(tmp_path: Path, monkeypatch: pytest.Mon
     what = f"{folder}/examples exists\n  fix: name a new folder: mar examples FOLDER"
     assert (done.exit_code, done.output) == (2, f"FOLDER\n  {what}\n")
     assert not (folder / "docs").exists(), "all parts are checked before the first is copied"
+
+
+def test_a_full_disk_ends_any_command_with_a_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = tmp_path / "share"
+    (share / "docs").mkdir(parents=True)
+    (share / "docs" / "a.md").write_text("a")
+    monkeypatch.setattr(runs, "SHARE", share)
+
+    def full(source: Path, target: Path, **_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def several(source: Path, target: Path, **_: object) -> None:
+        reason = "[Errno 28] No space left on device"
+        raise shutil.Error([(str(source), str(target), reason)] * 2)
+
+    for copy, words in (
+        (full, "a file of this command\n  No space left on device\n  fix: free space on its disk"),
+        (several, f"FOLDER\n  {tmp_path}/here was not written: [Errno 28] No space left on device"),
+    ):
+        monkeypatch.setattr(shutil, "copytree", copy)
+        done = CliRunner().invoke(
+            cli.app, ["examples", str(tmp_path / "here")], env={"COLUMNS": "400"}
+        )
+        assert done.exit_code == 2, done.exception
+        assert done.output.startswith(words)
 
 
 def test_folders_that_are_not_what_a_command_reads_or_writes_are_refused(tmp_path: Path) -> None:
@@ -123,3 +154,24 @@ def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> N
         cli.app, env={"_MAR_COMPLETE": "complete_bash", **words}, prog_name="mar"
     )
     assert completed in done.output.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("doctor --models --json", "--json"),
+        ("doctor --models --fix-hints", "--fix-hints"),
+        ("simulate CONFIG --from RUN --hardware b200", "--hardware"),
+        ("simulate CONFIG --from RUN --gpus 8", "--gpus"),
+        ("simulate CONFIG --from RUN --grow", "--grow"),
+        ("simulate CONFIG --out curves", "--out"),
+        ("simulate CONFIG --gpus 64.5", "--gpus"),
+        ("samples RUN --seed 5", "--seed"),
+    ],
+)
+def test_an_option_without_effect_is_refused(tmp_path: Path, words: str, key: str) -> None:
+    config = write_run(tmp_path)
+    given = words.replace("CONFIG", str(config)).replace("RUN", str(tmp_path)).split()
+    done = CliRunner().invoke(cli.app, given, env={"COLUMNS": "400"})
+    assert done.exit_code == 2, done.exception
+    assert done.output.startswith(f"{key}\n"), done.output

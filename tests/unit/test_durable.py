@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -98,3 +99,16 @@ def test_the_digest_of_a_file_equals_that_of_its_content(tmp_path: Path) -> None
     (tmp_path / "file").write_bytes(b"content")
     assert file_digest(tmp_path / "file") == digest(b"content")
     assert digest(b"content") != digest(b"contenu")
+
+
+def test_a_write_to_a_full_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_file(tmp_path / "result.json", "{}")
+    assert caught.value.filename == str(tmp_path / "result.json")
+    assert not list(tmp_path.iterdir())

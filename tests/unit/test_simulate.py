@@ -440,7 +440,7 @@ def test_the_command_takes_the_rates_of_a_run(measured: Path) -> None:
     ("arguments", "words"),
     [
         (["--async-ratio", "0,x"], "--async-ratio\n  '0,x' is not a list of numbers from 0 on"),
-        (["--gpus", "1"], "'1' is not a list of numbers from 2 on"),
+        (["--gpus", "1"], "'1' is not a list of whole numbers from 2 on"),
         (["--hardware", "tpu"], "'tpu' is not known\n  fix: one of h100, h200"),
         (["--assume", "tflop=1"], "did you mean tflops?"),
         (["--assume", "carrier=ship"], "one of shared_memory, relay, collective, tree"),
