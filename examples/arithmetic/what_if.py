@@ -8,16 +8,16 @@ the commands that made them. The same file gives the same page. After the demo's
 
     python examples/arithmetic/what_if.py --run runs/collapse
 
-records the run if the directory does not exist yet, replays it, and writes all three files. It
-takes about five minutes on two cores. The prose of the template, what_if_page.md, describes one
-recording: read it again after another one.
+records the run, replays it, and writes all three files, in about five minutes on two cores. It
+continues an interrupted run, and repeats an interrupted replay. The prose of the template,
+what_if_page.md, describes one recording: read it again after another one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -30,6 +30,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.launch.foreground import run_in_foreground
 from megatron_async_rl.metrics.log import MetricRow, read_evaluations, read_metrics
 from megatron_async_rl.metrics.replay_record import EXPLANATION_FILE, ReplayRecord
 from megatron_async_rl.report.panel import COLOURS
@@ -90,15 +92,17 @@ def commands(run_dir: str) -> dict[str, list[str]]:
 
 
 def record(run_dir: Path) -> dict[str, str]:
-    """Make the run, if it is missing, and its replays. Return the last line that each replay
+    """Make what is missing of the run and its replays. Return the last line that each replay
     printed about its weights, by name."""
     made = commands(str(run_dir))
-    if not run_dir.exists():
-        _mar(made["record"])
+    # Resumes an interrupted run, and leaves a finished one as it is.
+    _mar(made["record"])
     printed = {}
     for name in ("same", "control", "short", "explain"):
         folder = run_dir / "replays" / name
-        if not folder.exists():
+        if not _complete(folder):
+            # `mar replay` refuses a folder that exists.
+            shutil.rmtree(folder, ignore_errors=True)
             named = [] if name == "short" else ["--out", str(folder)]
             _mar([*made[name], *named])
         found = ReplayRecord.read(folder)
@@ -112,8 +116,18 @@ def record(run_dir: Path) -> dict[str, str]:
     return printed
 
 
+def _complete(replay_dir: Path) -> bool:
+    """Return whether a replay has repeated all its steps."""
+    try:
+        found = ReplayRecord.read(replay_dir)
+    except (FileNotFoundError, UserError):
+        return False
+    # An interrupted replay has ended, too.
+    return found.ended and bool(found.steps) and found.steps[-1].step == found.last
+
+
 def _mar(arguments: Sequence[str]) -> None:
-    subprocess.run([sys.executable, "-m", "megatron_async_rl", *arguments], check=True, cwd=ROOT)
+    run_in_foreground([sys.executable, "-m", "megatron_async_rl", *arguments], cwd=ROOT)
 
 
 def collect(run_dir: Path) -> Numbers:
@@ -292,7 +306,10 @@ def main() -> None:
     )
     parser.add_argument("--run", type=Path, metavar="RUN")
     if (run := parser.parse_args().run) is not None:
-        NUMBERS.write_text(json.dumps(collect(run.resolve()), indent=1) + "\n", encoding="utf-8")
+        content = json.dumps(collect(run.resolve()), indent=1) + "\n"
+        # Numbers that do not fit the page must not replace those that do.
+        page(json.loads(content))
+        NUMBERS.write_text(content, encoding="utf-8")
         print(f"wrote {NUMBERS}")
     numbers = json.loads(NUMBERS.read_text(encoding="utf-8"))
     PAGE.write_text(page(numbers), encoding="utf-8")

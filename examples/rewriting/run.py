@@ -21,12 +21,13 @@ import json
 import math
 import os
 import runpy
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron_async_rl.launch.foreground import run_in_foreground
 
 HERE = Path(__file__).resolve().parent
 RUNS = Path("runs/rewriting")
@@ -47,7 +48,7 @@ TAUGHT |= {"rewritten": "rewritten", "nats": "log-prob per token", "forms": "for
 def mar(*arguments: str | Path) -> None:
     print("$ mar", *arguments, flush=True)
     command = [sys.executable, "-m", "megatron_async_rl", *map(str, arguments)]
-    subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+    run_in_foreground(command, env={"OMP_NUM_THREADS": "1", **os.environ})
 
 
 class Recipe:

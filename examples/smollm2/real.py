@@ -17,7 +17,6 @@ import datetime
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import accumulate
@@ -28,6 +27,7 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from megatron_async_rl.launch.foreground import run_in_foreground
 from megatron_async_rl.metrics.log import read_evaluations, read_metrics
 from megatron_async_rl.report.run_data import read_config
 
@@ -65,9 +65,10 @@ def fast_dtype() -> str:
 
 
 def command(*words: str | Path) -> None:
-    """Run a command of the package. Raises CalledProcessError."""
+    """Run a command of the package. Raises SystemExit if it fails or is interrupted."""
     print("$ mar " + " ".join(map(str, words)), flush=True)
-    subprocess.run([sys.executable, "-m", "megatron_async_rl", *map(str, words)], check=True)
+    # In the checkout, whose `examples` has the reward of needle_haystack.
+    run_in_foreground([sys.executable, "-m", "megatron_async_rl", *map(str, words)], cwd=ROOT)
 
 
 def train(name: str, dtype: str) -> Path:
@@ -231,11 +232,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--page", action="store_true", help="write the page from real.json")
     options = parser.parse_args()
+    if options.page and not RECORD.is_file():
+        # Otherwise the page would lose its numbers.
+        parser.error(f"--page: {RECORD} is missing; run this script without --page")
     record: Record = {"runs": {}}
     if RECORD.is_file():
         record = json.loads(RECORD.read_text(encoding="utf-8"))
     if not options.page:
-        subprocess.run([sys.executable, HERE / "prepare.py"], check=True)
+        run_in_foreground([sys.executable, str(HERE / "prepare.py")])
         dtype = fast_dtype()
         for name in options.only:
             record["runs"][name] = result_of(name, train(name, dtype))

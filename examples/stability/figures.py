@@ -10,7 +10,7 @@ GROUP is the task and batch, where the study has them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -65,6 +65,31 @@ def _first(one: Measured, rest: Sequence[int]) -> Group:
     return tuple(one.group[index] for index in rest[:1])
 
 
+def values_by_step(
+    runs: Sequence[Row], by_run: Mapping[str, Sequence[Row]], key: str
+) -> dict[int, list[float]]:
+    """Return step -> values of the runs. by_run: points of each run that has any."""
+    points = {
+        run["run"]: {
+            int(point["step"]): float(point[key])
+            for point in by_run.get(run["run"], ())
+            if point[key]
+        }
+        for run in runs
+    }
+    at: dict[int, list[float]] = {}
+    for step in sorted({step for own in points.values() for step in own}):
+        for run in runs:
+            own = points[run["run"]]
+            if step in own:
+                at.setdefault(step, []).append(own[step])
+            # A diverged run has the accuracy 0 from its end on, as in its measures, so a mean is
+            # never that of the remaining runs alone.
+            elif key == "accuracy" and run["state"] == "diverged" and step > max(own, default=-1):
+                at.setdefault(step, []).append(0.0)
+    return at
+
+
 def draw_curves(
     groups: dict[Group, list[Measured]],
     decided: dict[Group, Measured],
@@ -81,11 +106,7 @@ def draw_curves(
         label = f"{' '.join(group[i] for i in rest)}, lr {best.lr:g}"
         colour, style = COLOURS[index % len(COLOURS)], "-" if index < len(COLOURS) else ":"
         for panel, key in zip(panels, ("accuracy", "cosine"), strict=True):
-            at: dict[int, list[float]] = {}
-            for run in best.runs:
-                for point in by_run[run["run"]]:
-                    if point[key]:
-                        at.setdefault(int(point["step"]), []).append(float(point[key]))
+            at = values_by_step(best.runs, by_run, key)
             steps = sorted(at)
             means = [float(np.mean(at[step])) for step in steps]
             panel.plot(steps, means, style, color=colour, label=label)

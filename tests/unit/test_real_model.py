@@ -168,3 +168,13 @@ def test_the_reward_is_the_share_of_the_response_that_is_the_name(response, rewa
 )
 def test_a_response_contains_an_answer_that_is_a_word_of_it(example, answer, response, contained):
     assert example.contains_answer({"answer": answer, "response": response}) is contained
+
+
+def test_the_page_is_not_written_without_results(example, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(example, "RECORD", tmp_path / "real.json")
+    monkeypatch.setattr(example, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(sys, "argv", ["real.py", "--page"])
+    with pytest.raises(SystemExit):
+        example.main()
+    assert "real.json is missing" in capsys.readouterr().err
+    assert not (tmp_path / "page.md").exists()

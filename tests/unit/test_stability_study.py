@@ -637,3 +637,25 @@ def test_figures_are_the_same_for_the_same_csv(tmp_path: Path) -> None:
         text = (tmp_path / "first" / name).read_text()
         assert text == (tmp_path / "second" / name).read_text()
         assert "none" in text
+
+
+def test_a_diverged_run_has_the_accuracy_zero_from_its_end_on(tmp_path: Path) -> None:
+    from figures import values_by_step, write_figures
+
+    rows = [row("none", 1e-4, seed, 0.5) for seed in (1, 2, 3)]
+    rows[1]["state"] = rows[2]["state"] = "diverged"
+    curves = [
+        {"run": rows[which]["run"], "step": str(step), "accuracy": "0.5", "cosine": "0.1"}
+        for which, steps in ((0, (0, 20, 40)), (1, (0, 20)))
+        for step in steps
+    ]
+    by_run = {rows[0]["run"]: curves[:3], rows[1]["run"]: curves[3:]}
+    assert values_by_step(rows, by_run, "accuracy") == {
+        0: [0.5, 0.5, 0.0],
+        20: [0.5, 0.5, 0.0],
+        40: [0.5, 0.0, 0.0],
+    }
+    assert values_by_step(rows, by_run, "cosine")[40] == [0.1]
+    # The third run diverged before its first evaluation, so it has no curve.
+    write_figures(rows, curves, tmp_path)
+    assert (tmp_path / "curves-all.svg").is_file()
