@@ -125,7 +125,7 @@ def main() -> None:
         sys.exit(
             f"fetch.py: {type(error).__name__}: {error}\n"
             f"Without the hub, put the model into {model.resolve()} (and an empty file {READY}"
-            " next to it) and the data into"
+            " in it) and the data into"
             f" {data.resolve().parent}"
         )
 

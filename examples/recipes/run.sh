@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train a model with a recipe: examples/recipes/run.sh NAME [dotted.key=value ...]
-# Downloads model and data into models/ and data/ of the checkout, shows the plan, trains, evaluates the last checkpoint,
-# and writes the model as a Hugging Face directory, RUN/hf. The same command resumes after an interruption.
+# Downloads model and data into models/ and data/ of the checkout, shows the plan, trains, writes the model as a Hugging Face
+# directory, RUN/hf, and evaluates the last checkpoint. The same command resumes after an interruption.
 # On several machines run the same command on each, with NNODES, TRAINER_NODES, NODE_RANK, MASTER_ADDR and RAY_AUTH_TOKEN
-# as in launchers/torchrun_multinode.sh, in a shared checkout. Machine 0 downloads, evaluates and converts; the others wait
+# as in launchers/torchrun_multinode.sh, in a shared checkout. Machine 0 downloads, converts and evaluates; the others wait
 # for the model, at most FETCH_S seconds (7200).
 set -euo pipefail
 here="$(dirname "$(realpath "${BASH_SOURCE[0]}")")"
@@ -42,8 +42,8 @@ else
 fi
 "$root/launchers/torchrun_multinode.sh" "$recipe" "$@"
 if ((NODE_RANK == 0)); then
-  mar eval "$run/checkpoint"
   rm -rf "$run/hf"
   mar convert "$run/checkpoint" "$run/hf"
+  mar eval "$run/checkpoint"
   echo "The trained model: $run/hf    (to serve it: vllm serve $run/hf)"
 fi

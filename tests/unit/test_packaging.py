@@ -194,6 +194,9 @@ def test_what_the_builder_is_sent_is_what_the_dockerfiles_copy() -> None:
     sources = {source for image in IMAGES for source in copied(image)}
     assert sorted(sent) == sorted(sources - {"tests/data/golden"}), "tests has it"
     assert {"tests", *copied("Dockerfile.cpu")} == {*sources}
+    # What an example generated in the checkout would belong to root in the image.
+    last = (ROOT / ".dockerignore").read_text().split()[-1]
+    assert last == "examples/*/generated"
 
 
 def test_the_gpu_image_has_one_cudnn_and_builds_against_its_headers() -> None:

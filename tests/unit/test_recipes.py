@@ -265,7 +265,7 @@ def run(checkout: Path, *arguments: str, **environment: str) -> tuple[int, str, 
     return done.returncode, done.stdout + done.stderr, lines
 
 
-def test_a_recipe_is_planned_trained_evaluated_and_converted(checkout: Path) -> None:
+def test_a_recipe_is_planned_trained_converted_and_evaluated(checkout: Path) -> None:
     code, said, asked = run(checkout, "qwen3_8b", "run.steps=3")
     assert code == 0, said
     recipe = checkout / "examples" / "recipes" / "qwen3_8b.yaml"
@@ -273,8 +273,8 @@ def test_a_recipe_is_planned_trained_evaluated_and_converted(checkout: Path) -> 
     assert asked == [
         f"plan {recipe} run.steps=3 --nodes 1 --trainer-nodes 1",
         f"train {recipe} run.steps=3",
-        f"eval {trained}/checkpoint",
         f"convert {trained}/checkpoint {trained}/hf",
+        f"eval {trained}/checkpoint",
     ]
     assert f"vllm serve {trained}/hf" in said
 
