@@ -271,8 +271,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     best: dict[int, dict[str, float]] = {}
+    memory: dict[int, float] = {}
     for _ in range(1 if arguments.profile else arguments.rounds):
-        for in_flight in arguments.in_flight:
+        for in_flight in sorted(arguments.in_flight):
             with cProfile.Profile() if arguments.profile else contextlib.nullcontext() as profile:
                 row = measure_once(in_flight, arguments)
             if profile is not None:
@@ -280,6 +281,10 @@ def main() -> None:
             best[in_flight] = min(
                 row, best.get(in_flight, row), key=lambda one: one["processor_us_per_response"]
             )
+            # The maximum of the process so far: only in the first round, which ascends, it is
+            # that of this number.
+            memory.setdefault(in_flight, row["most_memory_mib"])
+            best[in_flight]["most_memory_mib"] = memory[in_flight]
     rows = list(best.values())
     for row in rows:
         row["ratio_to_fewest"] = (

@@ -105,7 +105,9 @@ def measure(name: str, ranks: int, steps: int, *overrides: str) -> dict[str, Any
         file.write_text(dump(config), encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={ranks}", __file__, "--rank", str(file), str(folder)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            sys.exit(f"{done.stdout}\ndigest_cost.py: the ranks ended with code {done.returncode}")
         found = [_medians(json.loads((folder / f"{n}.json").read_text())) for n in range(ranks)]
     worst = max(found, key=lambda one: one["share_percent"])
     return {"run": name, "ranks": ranks, **{key: float(f"{worst[key]:.3g}") for key in worst}}

@@ -304,7 +304,8 @@ def main() -> None:
             write_chat_prompts(scratch / "train.jsonl")
             args.model, args.train = SMOLLM2, scratch / "train.jsonl"
             args.max_tokens, args.prompts = args.max_tokens or 48, args.prompts or 4
-        args.model, args.max_tokens = args.model.resolve(), args.max_tokens or 6
+        args.model, args.train = args.model.resolve(), args.train.resolve()
+        args.max_tokens = args.max_tokens or 6
         args.prompts = args.prompts or 64
         us = ours(args, scratch / "run")
         peer = trl(args)

@@ -269,7 +269,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.inside:
         with tempfile.TemporaryDirectory() as logs:
-            found = asyncio.run(asyncio.wait_for(real(args, Path(logs)), 110))
+            found = asyncio.run(asyncio.wait_for(real(args, Path(logs)), 10 + 5 * args.steps))
         args.inside.write_text(
             json.dumps(found, indent=2), encoding="utf-8"
         )  # the engine has redirected its output

@@ -18,6 +18,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -44,19 +45,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the run")
     args = parser.parse_args()
-    mar = str(ROOT / ".venv/bin/mar")
+    mar = (sys.executable, "-m", "megatron_async_rl")
     with tempfile.TemporaryDirectory() as made:
         run_dir = Path(made) / "run"
         settings = [f"run.dir={run_dir}", f"model.path={args.model}", f"run.steps={args.steps}"]
         config = str(ROOT / "examples/arithmetic_cpu.yaml")
         subprocess.run(
-            [mar, "train", config, *settings, *args.overrides],
+            [*mar, "train", config, *settings, *args.overrides],
             check=True,
             stdout=subprocess.DEVNULL,
         )
         began = time.monotonic()
+        # The reason of a replay that differs is on stderr, which the terminal shows.
         done = subprocess.run(
-            [mar, "replay", str(run_dir)], check=True, capture_output=True, text=True
+            [*mar, "replay", str(run_dir)], check=True, stdout=subprocess.PIPE, text=True
         )
         wall_s = time.monotonic() - began
         of_run, here = steps_of(run_dir), steps_of(run_dir / "replays" / "1")

@@ -83,7 +83,9 @@ def batch(version: int, groups: int, prompt: int, response: int, vocabulary: int
     return TrainBatch.of(version, members)
 
 
-def measure(model: Path, name: str, sizes: tuple[int, int, int], steps: int) -> dict[str, Any]:
+def measure(
+    model: Path, name: str, sizes: tuple[int, int, int], steps: int, folder: Path
+) -> dict[str, Any]:
     from megatron_async_rl.config.objective import ObjectiveConfig
     from megatron_async_rl.config.policy import PolicyConfig
     from megatron_async_rl.config.schema import ModelConfig
@@ -92,7 +94,6 @@ def measure(model: Path, name: str, sizes: tuple[int, int, int], steps: int) -> 
     from megatron_async_rl.policy.lag0 import Lag0Table
     from megatron_async_rl.policy.policy import Policy
 
-    folder = Path(tempfile.mkdtemp())
     policy = Policy.build(
         ModelConfig(path=model, dtype="float32"),
         PolicyConfig(device="cpu"),
@@ -141,15 +142,21 @@ def measure(model: Path, name: str, sizes: tuple[int, int, int], steps: int) -> 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="the demo's warm start, .../hf")
+    parser.add_argument("--model", type=Path, help="the demo's warm start, .../hf")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--only", choices=["demo", "100"])
     wanted = parser.parse_args()
+    if wanted.model is None and wanted.only != "100":
+        parser.error("--model is required, unless --only 100 is given")
     results = {}
-    if wanted.only != "100":
-        results["demo"] = measure(wanted.model, "demo", (64, 6, 5), wanted.steps)
-    if wanted.only != "demo":
-        with tempfile.TemporaryDirectory() as made:
-            path = random_model.save(Path(made), 100, "float32")
-            results["100"] = measure(path, "100", (2, 64, 64), wanted.steps)
+    with tempfile.TemporaryDirectory() as made:
+        if wanted.only != "100":
+            folder = Path(made) / "demo"
+            folder.mkdir()
+            results["demo"] = measure(wanted.model, "demo", (64, 6, 5), wanted.steps, folder)
+        if wanted.only != "demo":
+            folder = Path(made) / "100"
+            folder.mkdir()
+            path = random_model.save(folder, 100, "float32")
+            results["100"] = measure(path, "100", (2, 64, 64), wanted.steps, folder)
     print(json.dumps(results, indent=2))

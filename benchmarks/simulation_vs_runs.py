@@ -29,6 +29,7 @@ from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import ahead
 from megatron_async_rl.simulate.rates import SimulationRates
 from megatron_async_rl.simulate.simulation import simulate
+from megatron_async_rl.watchdog.events import read_status
 
 SEEDS = 3
 GROUPS = 200
@@ -100,11 +101,15 @@ def main() -> None:
     parser.add_argument("--cores", type=int, help="that trainer and engine share")
     parser.add_argument("--store", type=Path)
     args = parser.parse_args()
+    if missing := set(args.calibrate) - set(args.ratios):
+        parser.error(f"--calibrate: {sorted(missing)} are not among --ratios")
     found: dict[float, list[dict[str, Any]]] = {ratio: [] for ratio in args.ratios}
     for number in range(args.rounds):
         for ratio in args.ratios:
             run = args.folder / f"alpha_{ratio:g}_{number}"
-            if not (run / "status.json").exists():
+            # An interrupted run is resumed: its first steps alone would be another measurement.
+            status = read_status(run)
+            if status is None or status.phase != "finished":
                 wanted = [*args.overrides, f"flow.async_ratio={ratio:g}", f"run.dir={run}"]
                 command = [sys.executable, "-m", "megatron_async_rl", "train", str(args.config)]
                 subprocess.run([*command, *wanted], check=True)
