@@ -197,7 +197,7 @@ def nothing_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def study(path: Path, only: list[str], *_: Any, jobs: int, retry: bool) -> int:
         grid = read_grid(path)
-        check(grid, runs_of(grid, only), jobs=jobs)
+        check(grid, runs_of(grid, only), jobs=jobs, again=["waiting", "stopped"])
         return 0
 
     def verified(run: Path, *_: Any) -> Scorecard:
@@ -248,8 +248,7 @@ def test_the_commands_of_a_page_work_in_their_order(
             ),
         )
         # The machine of the page has a larger disk, too.
-        disk = "megatron_async_rl.plan.totals.free_disk_problems"
-        monkeypatch.setattr(disk, lambda config, sums: [])
+        monkeypatch.setattr("megatron_async_rl.plan.totals._too_small", lambda needs, jobs: [])
     write_files(page, folder)
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     for line in (one for whole in commands(page) for one in whole.split(" && ")):
