@@ -220,10 +220,10 @@ def _unavailable(host: str, port: int, error: OSError) -> UserError:
 
 def gauge_name(key: str) -> str:
     """Return the Prometheus name of a key: `lag/start_max` -> `mar_lag_start_max`."""
-    # Parts and sets may have characters that Prometheus lacks; each becomes its own code point, so
-    # that different keys have different names.
-    escaped = re.sub(r"[^a-zA-Z0-9_/@]", lambda one: f"_u{ord(one[0]):x}_", key)
-    return "mar_" + re.sub(r"[/@]", "_", escaped)
+    # Names of parts may have letters that Prometheus lacks; each becomes its own code point, so
+    # that such names stay different.
+    escaped = re.sub(r"[^\x00-\x7f]", lambda one: f"_u{ord(one[0]):x}_", key)
+    return "mar_" + re.sub(r"[^a-zA-Z0-9_]", "_", escaped)
 
 
 def _histogram(counts: Sequence[float], *, doubling: bool) -> HistogramProto:
